@@ -103,6 +103,14 @@ def _has_lost_reader() -> bool:
     return lost
 
 
+def print_json(value: object) -> None:
+    """Prints a value for a program, as JSON; a number that is not finite becomes null."""
+    # Here: most commands print none.
+    import orjson
+
+    print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+
+
 def add_run(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
     """Adds the run that a command works on, for `load_config`, with `--set`."""
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,12 @@ def test_the_effective_configuration_is_shown(tmp_path):
     assert parse_config(yaml.safe_load(shown), source="shown") == load_config(
         path, ["schedule.steps=20"]
     )
+    # The table of groups follows as comments; so does the reason where it cannot be made.
+    assert re.search(r"^# expansion_to_base +\d", shown, re.MULTILINE)
+    elsewhere = scale_cpt("config", "show", path, "--set", "base=models/none").stdout
+    assert "# groups of parameters: unknown, because models/none is not on" in elsewhere
+    unmatched = "schedule.weight_decay_factors={router: 0}"
+    assert scale_cpt("config", "show", path, "--set", unmatched).returncode == CONFIG_ERROR
     refused = scale_cpt("config", "show", path, "--set", "schedule.step=20")
     assert refused.returncode == CONFIG_ERROR and "did you mean steps?" in refused.stderr
 

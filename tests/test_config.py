@@ -67,12 +67,6 @@ ADAPT_OWN = {
             "own_first_layer belongs to own_rows, own_gains or low_rank",
         ),
         ({}, {"vocabulary": {"folder": "words"}}, "method.own_rows: not beside an extended vocab"),
-        ({}, {"gate": {"layer": 4}}, "gate.layer: 4 is above method.l_fp 3"),
-        (
-            {"variant": "preserve", "l_fp": None, "own_first_layer": 1},
-            {"gate": {"layer": 2}},
-            "gate.layer: 2 is above method.own_first_layer 1",
-        ),
         ({"own_rows": "some"}, {}, "own_rows"),
         ({"own_rows": {"min_count": 0}}, {}, "min_count"),
     ],
@@ -99,6 +93,35 @@ def test_a_gate_of_full_fine_tuning_that_does_not_fit_is_a_fault(changes, fault,
     with pytest.raises(ConfigError, match=fault) as error:
         load_config(write_config(tmp_path, tmp_path, **{**settings, **changes}))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "fault"),
+    [
+        (
+            {"own_rows": "all"},
+            {"gate": None},
+            "method.own_rows, own_gains: only tokens .*add a section gate",
+        ),
+        ({"own_gains": True}, {"gate": None}, "add a section gate"),
+        (
+            {"own_rows": "all"},
+            {"vocabulary": {"folder": "words"}},
+            "method.own_rows: not beside an extended vocab",
+        ),
+        ({"own_rows": {"min_count": 0}}, {}, "min_count"),
+        ({}, {"init_expansion": "expansion"}, "init_expansion: method lora trains no expansion"),
+        ({"low_rank": 4}, {}, "method.low_rank: unknown key"),
+    ],
+)
+def test_what_does_not_fit_lora_with_a_gate_is_a_fault(method, changes, fault, tmp_path):
+    lora = {"name": "lora", "rank": 4}
+    settings = {"method": lora | method, "gate": {}, **changes}
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(write_config(tmp_path, tmp_path, **settings))
+    assert "\n" not in str(error.value)
+    for gate in ({}, None):
+        load_config(write_config(tmp_path, tmp_path, method=lora, gate=gate))
 
 
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):

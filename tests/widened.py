@@ -15,9 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.config.method import (
+    Freeze,
+    FullFineTuning,
+    Initialisers,
+    LlamaPro,
+    Lora,
+    Method,
+    ScaleMethod,
+)
 from pipeline.methods import method_for, quantize_base
-from pipeline.methods.scale import Scale
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
@@ -56,7 +63,7 @@ METHODS: dict[str, Method] = {
 @torch.no_grad()
 def widened(
     base: BaseFolder,
-    settings: ScaleMethod,
+    settings: ScaleMethod | Lora,
     *,
     tp: TensorParallel = SINGLE,
     activation_checkpointing: ActivationCheckpointing = "none",
@@ -71,14 +78,15 @@ def widened(
     own_tokens: tuple[int, ...] | None = None
     if settings.own_rows is not None:
         own_tokens = tuple(range(0, base.spec.vocab_size, 2))
-    method = Scale(settings, Path("unread"), SEED, own_tokens)
+    method = method_for(settings, Path("unread"), SEED, own_tokens)
     model = method.build(base.spec, tp, activation_checkpointing)
     if precision is not None:
         quantize_base(model, precision)
     load_base(model, base, tp)
     parameters = dict(model.named_parameters())
     names = {name for name in parameters if not is_base(name)}
-    for name, full in initial_expansion(model, names, base.read, settings.initialisers, SEED):
+    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    for name, full in initial_expansion(model, names, base.read, initialisers, SEED):
         parameters[name].copy_(split(full, partition_of(parameters[name]), tp.rank, tp.size))
     shake(model, noise)
     return model

@@ -34,6 +34,7 @@ from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
+from pipeline.scale.plan import added_widths
 
 MANIFEST_FILE = "manifest.json"
 # A new entry with a default keeps the version: older checkpoints still load.
@@ -209,8 +210,9 @@ def describe_run(
     `corpora` are the hashes of the corpora that it reads; None where nothing is read.
     """
     expansion = None
-    if model.plan is not None:
-        expansion = asdict(model.plan.expansion)
+    widths = added_widths(model.plan)
+    if widths is not None:
+        expansion = asdict(widths)
     own_tokens = None
     if model.plan is not None and model.plan.own is not None:
         own_tokens = model.plan.own.tokens

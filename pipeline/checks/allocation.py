@@ -26,11 +26,11 @@ from pipeline.checks.devices import (
     measure_product,
 )
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import starts_from_expansion
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
-from pipeline.data.tokenizer.load import tokenizer_file
+from pipeline.data.tokenizer.tokenizer_file import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
@@ -350,7 +350,7 @@ def _hashes(inputs: RunInputs) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
     config = inputs.config
     small_files = [config.base / "config.json", tokenizer_file(config.tokenizer)]
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         small_files.append(config.initial_expansion_folder / EXPANSION_MANIFEST)
     for name in config.data.corpora:
         small_files.append(train_folder(config.data, name) / MANIFEST)

@@ -35,6 +35,7 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
+    check_parameter_groups,
     check_profile,
     check_run_folder,
     check_samples,
@@ -65,7 +66,12 @@ _CONFIG_CHECKS: tuple[InputCheck, ...] = (
     check_profile,
     check_trackers,
 )
-_BASE_CHECKS: tuple[InputCheck, ...] = (check_base, check_model, check_tokenizer)
+_BASE_CHECKS: tuple[InputCheck, ...] = (
+    check_base,
+    check_model,
+    check_parameter_groups,
+    check_tokenizer,
+)
 
 # Tokenization takes hours: before it, whatever training would refuse later and is known already.
 TOKENIZE_CHECKS: tuple[InputCheck, ...] = (

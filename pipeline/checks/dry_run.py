@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.data import Corpus
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, unsupported_reason
@@ -31,13 +31,18 @@ from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
-from pipeline.scale.plan import plan_expansion
+from pipeline.methods.parameter_groups import group_lines
+from pipeline.model.merged_model import describe_splitting
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.estimate import Estimate, Estimator
+from pipeline.sizing.estimate import Estimate, Estimator, layout_values
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 _TOKEN_BYTES = 4
 """The bytes of a token, for a vocabulary above 65,536."""
+_SERVED_TP = 2
+"""The tensor-parallel size at which a run's export should be servable."""
 _EXPANSION_BYTES = 4
 """The bytes of an element of the initial expansion, which is stored in fp32."""
 
@@ -53,11 +58,18 @@ class RunPlan:
         rows: Lines of text, each under a name. A name may have several lines.
         to_make: The inputs that earlier stages have not made yet.
         faults: What would stop the run.
+        figures: What programs read of the plan; None where it is not known.
     """
 
     rows: list[Row]
     to_make: list[str]
     faults: list[str]
+    figures: dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """The plan for programs (docs/json.md)."""
+        rows = [{"name": name, "text": text} for name, text in self.rows]
+        return {**self.figures, "rows": rows, "to_make": self.to_make, "errors": self.faults}
 
     def __str__(self) -> str:
         """A few dozen lines, with the faults at the end."""
@@ -92,6 +104,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
     rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
     estimate: Estimate | None = None
+    figures = _first_figures(config, cluster)
     if spec is None or deepspeed is None:
         rows.append(("layout", ranks))
     else:
@@ -99,6 +112,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
+        figures["parameters"] = asdict(estimator.parameters)
         if estimator.has_uncounted_rows:
             rows.append(
                 (
@@ -112,19 +126,59 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         try:
             estimate = estimator.estimate(estimator.own_choice)
             rows += _memory_rows(estimate, cluster, faults)
+            figures["layout"] = layout_values(estimate, estimator)
         except UserError as error:
             faults.append(error)
+    groups = inputs.get_or_none("parameter_groups")
+    if groups is not None:
+        rows += [("groups", line) for line in group_lines(groups)]
+        figures["groups"] = [asdict(row) for row in groups]
     rows += _step_rows(config, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         expansion = None
-        if isinstance(config.method, ScaleMethod):
+        if isinstance(config.method, (ScaleMethod, Lora)):
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
-    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults])
+        figures["formats"] = refused
+        rows.append(("serving", _describe_serving(expansion, spec, refused["merged"])))
+    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults], figures)
+
+
+def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
+    """The figures that the configuration alone gives, and places for the others."""
+    schedule = config.schedule
+    tokens_per_step = schedule.global_batch_size * config.data.sequence_length
+    return {
+        "run": config.name,
+        "folder": str(config.folder),
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "steps": schedule.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": schedule.steps * tokens_per_step,
+        "stages": list(_stages(config)),
+        "parameters": None,
+        "layout": None,
+        "groups": None,
+        "formats": None,
+    }
+
+
+def _describe_serving(
+    expansion: ExpansionPlan | None, spec: DecoderSpec, merged_refused: str | None
+) -> str:
+    """Whether the run's export can be served by two GPUs: its widths are chosen before training."""
+    if merged_refused is not None:
+        return (
+            f"CANNOT BE SERVED AT TP {_SERVED_TP}: vLLM runs format scale on one rank, and a "
+            f"merged export is not possible: {merged_refused}"
+        )
+    added = None if expansion is None else expansion.expansion
+    return describe_splitting(added, spec, _SERVED_TP)
 
 
 def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:
@@ -175,7 +229,7 @@ def _disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[
     folder = config.folder
     checkpoints = _more_checkpoint_bytes(estimator)
     needed_by_kind = {"checkpoints": checkpoints}
-    if isinstance(config.method, ScaleMethod) and config.init_expansion is None:
+    if starts_from_expansion(config.method) and config.init_expansion is None:
         expansion = parameters.expansion * _EXPANSION_BYTES
         held = held_bytes(config.initial_expansion_folder)
         needed_by_kind["expansion"] = max(0, expansion - held)
@@ -318,7 +372,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     yield "tokenize"
     if _any_is_sampled(config.data.corpora.values()):
         yield "sample"
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         yield "upscale"
     yield "train"
     if config.gate is not None:
@@ -341,5 +395,5 @@ def _to_make(config: RunConfig) -> Iterator[str]:
     if _any_is_sampled(unfinished):
         yield f"{data.folder}: the text that the base writes (scale-cpt sample)"
     expansion = config.initial_expansion_folder
-    if isinstance(config.method, ScaleMethod) and not (expansion / MANIFEST).exists():
+    if starts_from_expansion(config.method) and not (expansion / MANIFEST).exists():
         yield f"{expansion}: the initial expansion (scale-cpt upscale)"

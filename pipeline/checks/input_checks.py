@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.conversion.formats import unsupported_reason
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
@@ -88,6 +88,13 @@ def check_model(inputs: RunInputs) -> None:
     _ = inputs.fitting_spec
 
 
+def check_parameter_groups(inputs: RunInputs) -> None:
+    """The factors of learning rates and weight decays match parameters that train."""
+    if inputs.get_or_none("fitting_spec") is None:
+        return  # A check of its own reports it.
+    _ = inputs.parameter_groups
+
+
 def check_tokenizer(inputs: RunInputs) -> None:
     """The tokenizer can be read, and the base has an embedding row for each of its ids."""
     check_vocabulary(inputs.tokenizer, inputs.spec)
@@ -101,7 +108,7 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
         return  # Checks of their own report it.
     config = inputs.config
     expansion = None
-    if isinstance(config.method, ScaleMethod):
+    if isinstance(config.method, (ScaleMethod, Lora)):
         expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
     refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
     # Format `auto` is merged where possible, and a merged export has the base's own model_type.
@@ -186,7 +193,7 @@ def check_run_folder(inputs: RunInputs) -> None:
 
 def check_initial_expansion(inputs: RunInputs) -> None:
     """An expansion that exists is the one that the configuration describes, on this base."""
-    if isinstance(inputs.config.method, ScaleMethod):
+    if starts_from_expansion(inputs.config.method):
         check_named_expansion(inputs.config.init_expansion)
     made_expansion(inputs.config, inputs.base)  # It hashes the base.
 

@@ -35,6 +35,7 @@ from pipeline.errors import (
 )
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.parameter_groups import GroupRow, group_rows
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
@@ -139,6 +140,15 @@ class RunInputs:
         return training_method(self.config)
 
     @cached_property
+    def parameter_groups(self) -> list[GroupRow]:
+        """The table of groups of parameters, each with its learning rate and weight decay.
+
+        Raises:
+            ConfigError: a factor of the schedule is for parameters that are not there.
+        """
+        return read_parameter_groups(self.config, self.fitting_spec)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, by default the base's."""
         if not self.config.tokenizer.exists():
@@ -241,6 +251,17 @@ class RunInputs:
         if self.finished:
             return True
         return self.method.expansion is None or not self.method.expansion.is_trained
+
+
+def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow]:
+    """The table of groups of a run on a base of this architecture, without memory.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    with torch.device("meta"):
+        model = training_method(config).build(spec, SINGLE, "none")
+    return group_rows(model, config.schedule)
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ import torch
 from pipeline import log
 from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
-from pipeline.conversion.model_card import CARD, markdown_table
+from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.verify import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
@@ -33,6 +33,7 @@ from pipeline.files import (
     write_json,
     write_text,
 )
+from pipeline.hf.base_card import CARD
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
@@ -179,8 +180,14 @@ def open_export(path: Path) -> ExpansionExport:
         fault = "its rotary frequencies change with the text's length"
     elif config.get("own_first_layer") is not None:
         fault = (
-            "its open tokens have weights of their own (method.own_rows, own_gains, low_rank), "
+            "its open tokens have weights of their own (own rows, gains or low-rank differences), "
             "which a combination does not run; serve the export alone"
+        )
+    elif config["gate_layer"] > config.get("l_fp", config["gate_layer"]):
+        fault = (
+            f"its gate reads before layer {config['gate_layer']}, above l_fp {config['l_fp']}, and "
+            "a combination does not run the layers between twice; serve the export alone, or fit "
+            f"the gate again with gate.layer {config['l_fp']}"
         )
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")

@@ -3,7 +3,9 @@
     scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --gpus 8
 
-A first configuration is made for --gpus GPUs, or else for this machine. Its dry run is printed too.
+With `show`, the groups of parameters, each with its learning rate and weight decay, follow as
+comments. With `init`, the configuration is made for --gpus GPUs, or else for this machine, and its
+dry run is printed too.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import TypeAlias
 import yaml
 
 from pipeline import command_line
-from pipeline.config.run import load_config
-from pipeline.errors import ConfigError
+from pipeline.config.run import RunConfig, load_config
+from pipeline.errors import ConfigError, UserError
 from pipeline.files import write_text
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
@@ -91,7 +93,10 @@ def main(arguments: argparse.Namespace) -> int:
         return _write_first(arguments)
     config = load_config(arguments.run, arguments.set, base="named")
     values = config.model_dump(mode="json")
+    groups = _group_lines(config)
     print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+    for line in groups:
+        print(f"# {line}".rstrip())
     return 0
 
 
@@ -105,6 +110,29 @@ def _command(
         description=f"{summary[0].upper()}{summary[1:]}.\n\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def _group_lines(config: RunConfig) -> list[str]:
+    """The table of groups of parameters, or why it is not known here.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    if not config.base.is_dir():
+        return [
+            f"groups of parameters: unknown, because {config.base} is not on this machine; "
+            "see scale-cpt train --dry-run --base-config"
+        ]
+    # After the configuration is checked, because torch takes seconds.
+    from pipeline.checks.inputs import RunInputs
+    from pipeline.methods.parameter_groups import group_lines
+
+    inputs = RunInputs(config, world_size=config.parallel.tp_size)
+    try:
+        _ = inputs.fitting_spec
+    except UserError as error:
+        return [f"groups of parameters: unknown: {error}"]
+    return ["groups of parameters:", *group_lines(inputs.parameter_groups)]
 
 
 def _write_first(arguments: argparse.Namespace) -> int:

@@ -10,13 +10,15 @@ once its logits are verified to be those of the model that trained.
 
 Format `merged` loads anywhere, with no code of ours. Format `scale` carries its code
 (trust_remote_code=True). Format `difference`, of full fine-tuning with a gate, holds the base and
-what training changed, in --bits bits. Format `expansion` holds only what SCALE added. Format `auto`
-is merged where possible, else difference or scale. A run whose configuration has a section `gate`
-is converted with its gate, into the format `scale` or `difference`, or --without-gate.
+what training changed, in --bits bits. Format `expansion` holds only what SCALE added. Format `peft`
+is an adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is
+merged where possible, else difference or scale. A run whose configuration has a section `gate` is
+converted with its gate, into the format `scale` or `difference`, or --without-gate.
 
 A wider merged model in fp32 is stored for serving: its added channels are too small for other tools
 to train. With `--for training` they can, and its logits differ a little more from the model that
-trained.
+trained. With `--tensor-parallel-size 8` its widths are padded with zeros to what servers split over
+8 GPUs.
 
 Nothing leaves this machine. To publish the folder: `hf upload organisation/model FOLDER`.
 """
@@ -91,6 +93,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="with --format difference: how often a token must occur in the run's new texts for "
         "rows of its own in embedding and output; all rarer tokens share one; 0: all tokens have "
         "their own (default: 20)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="pad a wider merged model with zeros so that servers can split it over this many GPUs",
     )
     parser.add_argument(
         "--text",
@@ -182,6 +191,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         purpose=arguments.purpose,
         packing=packing,
+        tp_size=arguments.tensor_parallel_size,
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     _logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)

@@ -25,6 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_cluster_options(parser)
     parser.add_argument("--all", action="store_true", help="list every layout")
     parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, for a program (docs/json.md)"
+    )
+    parser.add_argument(
         "--base-config", type=Path, help="the base's config.json, if its folder is missing"
     )
 
@@ -33,12 +36,16 @@ def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
     # Here, because --help does not wait for torch.
-    from pipeline.sizing.estimate import open_estimator, report
+    from pipeline.sizing.estimate import open_estimator, report, report_values
 
     config = load_config(arguments.run, arguments.set, base="described")
     cluster = cluster_of(arguments)
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
-    text, recommended = report(estimator, every=arguments.all)
-    print(text)
+    if arguments.json:
+        values, recommended = report_values(estimator, every=arguments.all)
+        command_line.print_json(values)
+    else:
+        text, recommended = report(estimator, every=arguments.all)
+        print(text)
     # So that a script can refuse to submit a job that would not fit.
     return 0 if recommended else 1

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import orjson
-
+from pipeline.command_line import print_json
 from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
 
 
@@ -21,7 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=Path, help="a run's folder, such as runs/demo, or a folder of runs"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for a program")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, for a program (docs/json.md)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -29,11 +30,13 @@ def main(arguments: argparse.Namespace) -> None:
     folders = runs_in(arguments.run)
     if folders:
         statuses = [read_status(folder) for folder in folders]
-        print(_as_json(statuses) if arguments.json else as_lines(statuses))
+        if arguments.json:
+            print_json(statuses)
+        else:
+            print(as_lines(statuses))
     else:
         status = read_status(arguments.run)
-        print(_as_json(status) if arguments.json else as_text(status))
-
-
-def _as_json(value: object) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+        if arguments.json:
+            print_json(status)
+        else:
+            print(as_text(status))

@@ -21,7 +21,8 @@ from typing import get_args
 
 from pipeline.command_line import add_report_option, add_text_key_option, mebibytes, named_reports
 from pipeline.data.tokenize.documents import texts
-from pipeline.data.tokenizer.load import Tokenizer, agree, batches, fertility, load_tokenizer
+from pipeline.data.tokenizer.encoders import agree
+from pipeline.data.tokenizer.load import Tokenizer, batches, fertility, load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
     SUFFIX,
     ModelType,

@@ -33,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
+    planned.add_argument(
+        "--json", action="store_true", help="print one JSON object, for a program (docs/json.md)"
+    )
     add_cluster_options(planned)
     planned.add_argument(
         "--base-config",
@@ -45,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(arguments)
     planned = [field.name for field in fields(Cluster) if hasattr(arguments, field.name)]
-    if planned or arguments.base_config:
+    if planned or arguments.base_config or arguments.json:
         raise ConfigError(
             "only --dry-run takes these options: training gets its ranks from the launcher, "
             "or --ranks"
@@ -64,7 +67,10 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.run, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
-    print(plan)
+    if arguments.json:
+        command_line.print_json(plan.values())
+    else:
+        print(plan)
     return 1 if plan.faults else 0
 
 

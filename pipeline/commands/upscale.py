@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line, log
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
 from pipeline.files import read_object
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
 def _upscale(config: RunConfig) -> None:
     output = config.initial_expansion_folder
     method = config.method
-    if not isinstance(method, ScaleMethod):
+    if not starts_from_expansion(method):
         _logger.info("method %s widens nothing: nothing to upscale", method.name)
         return
     # Every restart of a run passes here: it must take no time.
@@ -74,7 +74,7 @@ def _upscale(config: RunConfig) -> None:
     _logger.info("wrote the initial expansion to %s", output)
 
 
-def _seems_made_for(config: RunConfig, method: ScaleMethod) -> bool:
+def _seems_made_for(config: RunConfig, method: ScaleMethod | Lora) -> bool:
     """Whether the expansion names this base, method and seed, and is newer than the base.
 
     That takes no time and no torch. Only if it does not hold are all weights hashed, as training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, TypeGuard, Union
 
 from pydantic import Field, model_validator
 
@@ -143,7 +143,10 @@ class Freeze(Section):
 
 
 class Lora(Section):
-    """LoRA adapters of frozen linear maps: Y = W X + (alpha / rank) · B A X; B starts at zero."""
+    """LoRA adapters of frozen linear maps: Y = W X + (alpha / rank) · B A X; B starts at zero.
+
+    With a gate, only tokens that it opens read the adapters, and the rows and gains beside them.
+    """
 
     name: Literal["lora"]
     rank: PositiveInt
@@ -152,11 +155,28 @@ class Lora(Section):
     """numerator of the factor alpha / rank on B A X; default: the rank, which makes the factor 1"""
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
     """linear maps that get an adapter, in every layer; default: all of them"""
+    own_rows: OwnRows | Literal["all"] | None = None
+    """trained differences of embedding rows and output rows, for tokens that the gate opens: of
+    every token that is frequent enough, or of all tokens; default: none"""
+    own_gains: bool = False
+    """whether the gains of norms have trained differences, for tokens that the gate opens"""
+    own_first_layer: NonNegativeInt = 0
+    """first layer with adapters and own gains; own rows enter there"""
 
     @property
     def scale(self) -> float:
         """The factor on B A X."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether tokens that a gate opens have own rows or gains beside the adapters."""
+        return self.own_rows is not None or self.own_gains
+
+    @property
+    def of_initial_expansion(self) -> dict[str, Any]:
+        """The settings that the initial values in a folder depend on."""
+        return self.model_dump(mode="json")
 
 
 class LlamaPro(Section):
@@ -170,6 +190,17 @@ class LlamaPro(Section):
 Method = Annotated[
     Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
 ]
+
+
+def starts_from_expansion(method: Method) -> TypeGuard[ScaleMethod | Lora]:
+    """Whether a run's initial values are in a folder, which `scale-cpt upscale` makes.
+
+    SCALE's are decompositions of the base. LoRA with own rows has one for the ids that have rows,
+    which were counted in the run's corpora.
+    """
+    return isinstance(method, ScaleMethod) or (
+        isinstance(method, Lora) and method.own_rows is not None
+    )
 
 
 _TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
-from pipeline.config.method import Freeze, FullFineTuning, Method, ScaleMethod
+from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMethod
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
@@ -26,8 +26,8 @@ HubModels = Literal["whole", "described", "named"]
 
 
 class GateSettings(Section):
-    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale and
-    fft.
+    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale,
+    lora and fft only.
 
     It is fitted after training.
     """
@@ -37,8 +37,9 @@ class GateSettings(Section):
     mean of the states in the document so far"""
     layer: NonNegativeInt | None = None
     """layer before which the gate reads the stream; default: the last place where the stream is
-    exactly the base's, which is after the last layer for preserve and route, and before layer l_fp
-    for adapt; for fft layer 2, as open text pays for the base's layers below it"""
+    exactly the base's, which is after the last layer for preserve and route, before layer l_fp for
+    adapt, and before layer own_first_layer for weights of open tokens' own; 2 where that would be
+    0, and for fft. Layers below a gate that reads further up run twice, for fft all below it"""
     negatives: list[CorpusName] = []
     """names of the corpora of text that is not new, from which the gate learns to stay closed;
     default: the corpora of role self_generated, or the corpora of role replay if there are none"""
@@ -304,34 +305,26 @@ class RunConfig(Section):
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
-        layer = self.gate.layer
         if isinstance(self.method, FullFineTuning):
-            self._check_gate_of_difference(layer)
-            self._check_negatives(self.gate)
-            return self
-        if not isinstance(self.method, ScaleMethod):
+            self._check_gate_of_difference(self.gate)
+        elif not isinstance(self.method, (ScaleMethod, Lora)):
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
-        # Only adapt, and weights of open tokens' own, change the base's stream: preserve and route
-        # keep it exact in every layer.
-        last_exact = self.method.own_first_layer
-        setting = "own_first_layer"
-        if self.method.variant == "adapt":
-            last_exact = self.method.l_fp
-            setting = "l_fp"
-        # A gate that reads a changed stream would depend on the expansion that it opens and closes.
-        if layer is not None and last_exact is not None and layer > last_exact:
+        for name in self.gate.negatives:
+            if name not in self.data.corpora or self.data.corpora[name].role == "new":
+                raise ValueError(
+                    f"gate.negatives: {name} is no corpus of role self_generated or replay"
+                )
+        if not self.gate_negatives:
             raise ValueError(
-                f"gate.layer: {layer} is above method.{setting} {last_exact}, "
-                "from where on the base's stream changes"
+                "gate: needs text that is not new; add a corpus of role self_generated or replay"
             )
-        self._check_negatives(self.gate)
         return self
 
-    def _check_gate_of_difference(self, layer: int | None) -> None:
+    def _check_gate_of_difference(self, gate: GateSettings) -> None:
         """The gate of full fine-tuning, whose export is the base and a difference."""
-        if layer == 0:
+        if gate.layer == 0:
             raise ValueError(
                 "gate.layer: with method fft at least 1, as before layer 0 there is the token "
                 "alone, found 0"
@@ -342,25 +335,17 @@ class RunConfig(Section):
                 "base has no rows; remove gate or vocabulary"
             )
 
-    def _check_negatives(self, gate: GateSettings) -> None:
-        for name in gate.negatives:
-            if name not in self.data.corpora or self.data.corpora[name].role == "new":
-                raise ValueError(
-                    f"gate.negatives: {name} is no corpus of role self_generated or replay"
-                )
-        if not self.gate_negatives:
-            raise ValueError(
-                "gate: needs text that is not new; add a corpus of role self_generated or replay"
-            )
-
     @model_validator(mode="after")
     def _own_weights_have_a_gate(self) -> RunConfig:
         method = self.method
-        if not isinstance(method, ScaleMethod) or not method.has_own_weights:
+        if not isinstance(method, (ScaleMethod, Lora)) or not method.has_own_weights:
             return self
         if self.gate is None:
+            settings = "own_rows, own_gains, low_rank"
+            if isinstance(method, Lora):
+                settings = "own_rows, own_gains"
             raise ValueError(
-                "method.own_rows, own_gains, low_rank: only tokens that a gate opens read them, "
+                f"method.{settings}: only tokens that a gate opens read them, "
                 "without one the base's outputs would change; add a section gate, or remove them"
             )
         if method.own_rows is not None and self.vocabulary is not None:

@@ -17,6 +17,7 @@ from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
+from pipeline.conversion.adapter import load_with_adapter, write_adapter
 from pipeline.conversion.difference import (
     FOUR_BITS,
     DifferenceReport,
@@ -26,8 +27,8 @@ from pipeline.conversion.difference import (
     verify_difference,
 )
 from pipeline.conversion.formats import check_format, choose_export
-from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
-from pipeline.conversion.verify import MakeProbe, Probe, Report, describe, verify
+from pipeline.conversion.model_card import model_card, on_stored_scale
+from pipeline.conversion.verify import Loader, MakeProbe, Probe, Report, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
@@ -46,6 +47,8 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
+from pipeline.hf.base_card import CARD
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
@@ -87,6 +90,7 @@ class Conversion:
         purpose: what the export is for; it decides the scale at which a merged export stores added
             channels.
         packing: how the format `difference` stores one.
+        tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
     """
 
     checkpoint: Path
@@ -99,6 +103,7 @@ class Conversion:
     overwrite: bool = False
     purpose: Purpose = "serving"
     packing: Packing = FOUR_BITS
+    tp_size: int = 1
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
@@ -243,6 +248,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
         "asked_packing": conversion.packing.identity,
+        "asked_tp_size": conversion.tp_size,
         "code": code,
     }
 
@@ -310,8 +316,17 @@ def _write_export(
             "trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
-    dtype = conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype, conversion.purpose, conversion.packing)
+    is_adapter = conversion.format == "peft"
+    # Adapters train, and leave, in fp32; a server casts them to the type of its base.
+    dtype = conversion.dtype or (torch.float32 if is_adapter else model.base.dtype)
+    export = choose_export(
+        model,
+        conversion.format,
+        dtype,
+        conversion.purpose,
+        conversion.tp_size,
+        conversion.packing,
+    )
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
             "--for training is about merged folders: one in the format %s is alike for both",
@@ -319,10 +334,15 @@ def _write_export(
         )
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
-        write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+        load: Loader = load_hf_model
+        if is_adapter:
+            write_adapter(folder, export, model.base.path)
+            load = partial(load_with_adapter, model.base.path)
+        else:
+            write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+            check_export(folder, tokenizer, texts)
         warn_of_base(model.tokenizer, tokenizer, texts)
-        check_export(folder, tokenizer, texts)
-        report = _verified(model, export, folder, make_probe(model))
+        report = _verified(model, export, folder, make_probe(model), load)
         write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report))
         written = {
@@ -342,10 +362,12 @@ def _write_export(
         _logger.info("%s: %s", output, sentence)
 
 
-def _verified(model: TrainedModel, export: Export, folder: Path, probe: Probe) -> Report:
+def _verified(
+    model: TrainedModel, export: Export, folder: Path, probe: Probe, load: Loader
+) -> Report:
     """The comparison of what was written to `folder` with what trained."""
     if export.format == "difference":
         return verify_difference(model, folder, probe, export.dtype)
     residual = export.config.get(RESIDUAL_KEY)
     stored_scale = None if residual is None else residual["scale"]
-    return verify(model, folder, probe, export.dtype, stored_scale)
+    return verify(model, folder, probe, export.dtype, stored_scale, load)

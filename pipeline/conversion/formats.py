@@ -13,8 +13,10 @@ import torch
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import FullFineTuning, Method
 from pipeline.conversion import Format, Purpose
+from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
 from pipeline.conversion.difference import FOUR_BITS, Packing, difference_export
 from pipeline.conversion.merged import merged_export
+from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config
@@ -25,20 +27,25 @@ from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 
 
 def unsupported_reason(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
-    unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    unwidened = f"method {settings.name} widens nothing" if added_widths(plan) is None else None
     scale = unwidened
-    if plan is not None and plan.own is not None and not gated:
-        scale = (
-            "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
-            "model has no gate (leave --without-gate out)"
-        )
+    if plan is not None and plan.own is not None:
+        scale = None
+        is_plain = unwidened is not None and plan.own.tokens is None
+        if not gated and is_plain:
+            scale = f"{unwidened}, and has no gate"
+        elif not gated:
+            scale = (
+                "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and "
+                "this model has no gate (leave --without-gate out)"
+            )
     merged = merged_unsupported_reason(plan, spec, gated=gated)
     if plan is None and gated:
         merged = "a gate decides for each token (--without-gate leaves it out)"
@@ -47,6 +54,7 @@ def unsupported_reason(
         "scale": scale,
         "difference": _difference_unsupported_reason(settings, spec, gated=gated),
         "expansion": unwidened,
+        "peft": adapter_unsupported_reason(settings, spec),
     }
 
 
@@ -84,17 +92,27 @@ def choose_export(
     format: Format,
     dtype: torch.dtype,
     purpose: Purpose = "serving",
+    tp_size: int = 1,
     packing: Packing = FOUR_BITS,
 ) -> Export:
     """The folder's contents; see `check_format`. `packing` is of the format `difference`.
 
+    `tp_size`: how many GPUs a merged model is padded for.
+
     Raises:
-        ConversionError: `format` cannot express the model.
+        ConversionError: `format` cannot express the model, or it is not to be padded.
     """
-    chosen = check_format(model, format)
-    if chosen == "merged":
-        return merged_export(model, dtype, purpose)
-    if chosen == "difference":
+    written = check_format(model, format)
+    if tp_size > 1 and (written != "merged" or model.plan is None):
+        raise ConversionError(
+            f"{model.checkpoint}: --tensor-parallel-size {tp_size} pads a merged export of a "
+            f"widened model, found format {written} of method {model.settings.name}; leave it out"
+        )
+    if written == "merged":
+        return merged_export(model, dtype, purpose, tp_size)
+    if written == "peft":
+        return adapter_export(model, dtype, base_hub_name(model))
+    if written == "difference":
         return difference_export(model, dtype, packing)
     return scale_export(model, dtype)
 

@@ -47,7 +47,7 @@ from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_ten
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import Widths, added_widths
 
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's
@@ -60,16 +60,21 @@ _BLOCK_POSITIONS = {
 }
 
 
-def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
+def merged_export(
+    model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving", tp_size: int = 1
+) -> Export:
     """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the
     base's family allows.
+
+    A wider model has zeros in what its heads and channels lack to be split over `tp_size` GPUs.
     """
     scale = scale_in(dtype, for_training=purpose == "training")
-    if model.plan is None:
+    added = added_widths(model.plan)
+    if model.plan is None or added is None:
         return _unwidened_export(model, dtype, scale)
     spec = model.spec
-    wider = merged_widths(model.plan.expansion, spec)
-    mixture, mixture_entries = _wider_mixture(spec, model.plan)
+    wider = merged_widths(added, spec, tp_size)
+    mixture, mixture_entries = _wider_mixture(spec, added)
     residual = _kept(spec.residual, scale)
     if residual is None:
         read_unnormed = spec.norm_placement == "after"
@@ -151,9 +156,7 @@ class _Fusion:
         return stem.endswith("norm") and not stem.endswith(_HEADS_NORMS)
 
 
-def _wider_mixture(
-    spec: DecoderSpec, plan: ExpansionPlan
-) -> tuple[MixtureSpec | None, dict[str, int]]:
+def _wider_mixture(spec: DecoderSpec, added: Widths) -> tuple[MixtureSpec | None, dict[str, int]]:
     """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in
     config.json.
     """
@@ -161,7 +164,7 @@ def _wider_mixture(
     entry = family_of(spec).shared_experts
     if mixture is None or entry is None:
         return mixture, {}
-    width = mixture.shared_size + plan.expansion.intermediate_size
+    width = mixture.shared_size + added.intermediate_size
     # Configurations count shared experts, not channels: the rest of the last one is zero.
     count = math.ceil(width / mixture.intermediate_size)
     return replace(mixture, shared_size=count * mixture.intermediate_size), {entry: count}
@@ -271,8 +274,8 @@ def _fused_parts(
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> Export:
-    """The base's own tensors, with the layers that were added; adapters are merged: W + s B A in
-    fp32.
+    """The base's own tensors, with the layers that were added; adapters are merged, W + s B A in
+    fp32, and own gains added to the base's.
     """
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
@@ -292,6 +295,9 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
         if path in model.adapters:
             change = model.read(f"{path}.b") @ model.read(f"{path}.a")
             weight = weight.float() + model.adapters[path].scale * change
+        own_gain = name.replace(".base.", ".own.")
+        if own_gain in model.shapes:
+            weight = weight.float() + model.read(own_gain)
         if residual is None:
             return weight
         return residual.store(name, weight.clone())

@@ -14,49 +14,43 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
-from pipeline import log
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import title_of
 from pipeline.conversion.verify import Report
-from pipeline.errors import BaseModelError, ConversionError, faults_of_library
+from pipeline.errors import ConversionError
 from pipeline.files import read_text, write_text
+from pipeline.hf.base_card import CARD, card_of, hub_name
 from pipeline.hf.base_files import terms_in
 from pipeline.hf.write import Export, dtype_name
-from pipeline.hub import source_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.spec import scale_in
+from pipeline.scale.plan import added_widths
 
-CARD = "README.md"
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
 """The modules of a gated export that adapters may change: its closed text does not depend on them.
 """
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
-_logger = log.get_logger(__name__)
 
 
 def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     """The card of an export that was verified with `report`, as the contents of its README.md."""
     run = model.manifest.run
     position = model.manifest.position
-    base_name = _hub_name(model)
-    options = ", trust_remote_code=True" if export.code else ""
+    base_name = base_hub_name(model)
     corpora, _ = _corpora(run.data)
     figures = []
     for name, text in report.texts.items():
         figures.append((name, text.tokens, text.training_perplexity, text.exported_perplexity))
     paragraphs = [
-        f"---\n{_front_matter(model).to_yaml()}\n---",
+        f"---\n{_front_matter(model, export).to_yaml()}\n---",
         f"# {run.name}",
         f"`{base_name or model.base.path.resolve().name}`, trained further with the method "
         f"{title_of(_kind(model))} by scale-cpt, on {position.tokens_seen:,} tokens in "
         f"{position.step:,} steps. The terms of use are those of the base, and of the texts below.",
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'folder = "{run.name}"  # this repository, or a folder with its files\n'
-        f"model = AutoModelForCausalLM.from_pretrained(folder{options})\n"
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
+        _loading(run.name, export, base_name or "the base's folder"),
         "## Method",
         markdown_table(("setting", "value"), _settings(model, export).items()),
         "## Text",
@@ -77,18 +71,45 @@ def _kind(model: TrainedModel) -> str:
     return str(model.manifest.run.method.get("variant") or model.settings.name)
 
 
-def _hub_name(model: TrainedModel) -> str | None:
+def base_hub_name(model: TrainedModel) -> str | None:
     """The base's name on the hub, without a revision; None where it is not known."""
-    source = model.manifest.run.base.hub or source_of(model.base.path)
-    if source is None:
-        return None
-    return source.partition("@")[0]
+    recorded = model.manifest.run.base.hub
+    if recorded is not None:
+        return recorded.partition("@")[0]
+    return hub_name(model.base.path)
 
 
-def _front_matter(model: TrainedModel) -> ModelCardData:
+def _loading(name: str, export: Export, base: str) -> str:
+    """How transformers, or PEFT, loads the folder: a block of Python."""
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    folder = f'folder = "{name}"  # this repository, or a folder with its files'
+    if export.format == "peft":
+        lines += [
+            "from peft import PeftModel",
+            "",
+            folder,
+            f'base = "{base}"',
+            "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)",
+            "tokenizer = AutoTokenizer.from_pretrained(base)",
+        ]
+    else:
+        options = ", trust_remote_code=True" if export.code else ""
+        lines += [
+            "",
+            folder,
+            f"model = AutoModelForCausalLM.from_pretrained(folder{options})",
+            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        ]
+    code = "\n".join(lines)
+    return f"```python\n{code}\n```"
+
+
+def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
     """What the hub reads of the card."""
-    base_name = _hub_name(model)
-    card = _card_of(model.base.path)
+    base_name = base_hub_name(model)
+    relation = "adapter" if export.format == "peft" else "finetune"
+    library = "peft" if export.format == "peft" else "transformers"
+    card = card_of(model.base.path)
     _, sources = _corpora(model.manifest.run.data)
     languages: list[str | None] = []
     stated = card.get("language")
@@ -98,10 +119,10 @@ def _front_matter(model: TrainedModel) -> ModelCardData:
     languages += [source.get("language") for source in sources]
     return ModelCardData(
         base_model=base_name,
-        base_model_relation=base_name and "finetune",
+        base_model_relation=base_name and relation,
         language=_each_once(languages),
         datasets=_each_once(source.get("dataset") for source in sources),
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         tags=["continual-pretraining", "scale-cpt", _kind(model)],
         **_terms(model.base.path, card),
@@ -127,9 +148,10 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     if export.format == "difference":
         settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
         settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
-    if model.plan is not None:
+    widths = added_widths(model.plan)
+    if widths is not None:
         base = asdict(model.spec.widths)
-        added = asdict(model.plan.expansion)
+        added = asdict(widths)
         for name in base:
             settings[name] = f"{base[name]} + {added[name]}"
     return settings
@@ -208,19 +230,6 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
         if name.lower().startswith("licen"):
             return {"license": "other", "license_name": "the base's", "license_link": name}
     return found
-
-
-def _card_of(base: Path) -> dict[str, Any]:
-    """The front matter of the base's card; empty if there is none, or none that can be read."""
-    path = base / CARD
-    if not path.exists():
-        return {}
-    try:
-        with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
-            return dict(ModelCard(read_text(path, BaseModelError)).data.to_dict())
-    except BaseModelError as error:
-        _logger.warning("%s; the model card does not name the base's licence", error)
-        return {}
 
 
 def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:

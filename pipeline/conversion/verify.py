@@ -37,6 +37,8 @@ Probe = Mapping[str, list[Tensor]]
 """Token windows [S] of each text, by its name."""
 MakeProbe = Callable[[TrainedModel], Probe]
 """Makes a probe with the model's own tokenizer."""
+Loader = Callable[[Path, torch.dtype], Any]
+"""Loads an exported folder in a type, as its users do."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,9 @@ def verify(
     probe: Probe,
     dtype: torch.dtype,
     stored_scale: float | None = None,
+    load: Loader = load_hf_model,
 ) -> Report:
-    """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
+    """Compares the training model with what `load` makes of `folder`, both in `dtype`.
 
     Neither model is ever whole in memory: of the first there is one layer, the second is mapped
     from its files. A folder that stores added channels times `stored_scale` is compared with the
@@ -177,7 +180,7 @@ def verify(
     unscaled = expected
     if stored_scale is not None:
         unscaled = model.logits(windows, dtype)
-    exported = load_hf_model(folder, dtype)
+    exported = load(folder, dtype)
     if gate is not None:
         gate.fix_in(exported.token_gate, windows, str(folder))
     found = []

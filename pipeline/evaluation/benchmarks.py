@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from pipeline.data.tokenizer.chats import ChatTemplate
 from pipeline.data.tokenizer.extension.vocabulary import exported_spelling
-from pipeline.data.tokenizer.load import has_tokenizer_file, load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.tokenizer_file import has_tokenizer_file
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
 from pipeline.evaluation.batches import frequency_context
 from pipeline.evaluation.perplexity import Prefix, windows

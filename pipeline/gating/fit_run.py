@@ -281,22 +281,34 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     """The layer before which the gate of `model` reads the base's stream.
 
     Raises:
-        ConfigError: gate.layer is not a layer before which the model has that stream.
+        ConfigError: the base has fewer layers than gate.layer.
     """
-    if model.plan is None:
-        # The base runs beside the trained model, so that it is exact in every layer.
-        deepest = model.spec.num_layers
-        default = min(DIFFERENCE_LAYER, deepest)
+    plan = model.plan
+    layer = settings.layer
+    if plan is None:
+        # Full fine-tuning: the base runs beside the trained model, exact in every layer.
+        if layer is None:
+            return min(DIFFERENCE_LAYER, model.spec.num_layers)
+        deepest = last_exact = model.spec.num_layers
     else:
-        deepest = default = model.plan.last_exact_layer
-    if settings.layer is None:
-        return default
-    if settings.layer > deepest:
+        if layer is None:
+            return plan.default_gate_layer
+        deepest = plan.num_layers
+        last_exact = plan.last_exact_layer
+    if layer > deepest:
         raise ConfigError(
-            f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model "
-            f"has the exact stream of its base; use 0 to {deepest}"
+            f"gate.layer: {layer} is beyond {deepest}, after the last layer of the base; "
+            f"use 0 to {deepest}"
         )
-    return settings.layer
+    if layer > last_exact:
+        _logger.info(
+            "gate.layer %d is above layer %d, where trained weights begin: the %d layers between "
+            "run twice, once of them the base's",
+            layer,
+            last_exact,
+            layer - last_exact,
+        )
+    return layer
 
 
 def as_text(record: GateRecord) -> str:

@@ -47,9 +47,19 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
-    for name in ("generation_config.json", *terms_in(base)):
-        copy_file(base, name, folder / name)
+    copy_file(base, "generation_config.json", folder / "generation_config.json")
+    copy_terms(folder, base)
     copy_tokenizer(folder, tokenizer)
+
+
+def copy_terms(folder: Path, base: Path) -> None:
+    """Copies into `folder` the licence, notices and policies of the folder `base`.
+
+    Raises:
+        BaseModelError: a file cannot be read, or links out of its folder.
+    """
+    for name in terms_in(base):
+        copy_file(base, name, folder / name)
 
 
 def base_config(base: Path) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
     start, and for the tokens with rows of their own.
     """
     config: dict[str, Any] = {}
-    for name, value in asdict(plan.expansion).items():
+    # LoRA widens nothing: all its widths are 0.
+    for name, value in asdict(plan.expansion or Widths(0, 0, 0, 0)).items():
         config[f"expansion_{name}"] = value
     config["l_fp"] = plan.l_fp
     config["collaborative_modules"] = sorted(plan.collaborative_modules)
@@ -159,6 +160,9 @@ def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
             config["own_rows"] = len(plan.own.tokens) + 1
         config["own_gains"] = plan.own.gains
         config["own_rank"] = plan.own.low_rank
+        config["own_scale"] = plan.own.low_rank_scale
+        maps = plan.own.low_rank_maps
+        config["own_maps"] = None if maps is None else list(maps)
     return config
 
 
@@ -168,14 +172,19 @@ def config_to_plan(
     """The expansion that a config.json describes; `own_tokens` have rows of their own."""
     own: OwnWeights | None = None
     if config.get("own_first_layer") is not None:
+        maps = config.get("own_maps")
         own = OwnWeights(
             first_layer=config["own_first_layer"],
             tokens=own_tokens,
             gains=config["own_gains"],
             low_rank=config["own_rank"],
+            # Exports of earlier versions have neither.
+            low_rank_scale=config.get("own_scale", 1.0),
+            low_rank_maps=None if maps is None else tuple(maps),
         )
+    expansion = _widths(config, "expansion_")
     return ExpansionPlan(
-        expansion=_widths(config, "expansion_"),
+        expansion=expansion if expansion.hidden_size else None,
         num_layers=config["num_hidden_layers"],
         l_fp=config["l_fp"],
         collaborative_modules=frozenset(config["collaborative_modules"]),

@@ -24,7 +24,9 @@ from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import COMPRESSIONS
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenize.input_files import input_files, is_here
-from pipeline.data.tokenizer.load import SentencePieceEncoder, Tokenizer, json_beside, spelling_of
+from pipeline.data.tokenizer.document_end import json_beside, spelling_of
+from pipeline.data.tokenizer.encoders import SentencePieceEncoder
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import ConversionError, DataError, faults_of_library
 from pipeline.files import read_object, write_json
 from pipeline.hf.probe_texts import PROBE_TEXTS

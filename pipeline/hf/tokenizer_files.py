@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.tokenizer.chats import TEMPLATE, template_in
+from pipeline.data.tokenizer.encoders import SentencePieceEncoder
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, RECORD
-from pipeline.data.tokenizer.load import (
-    TOKENIZER_FILE,
-    SentencePieceEncoder,
-    load_tokenizer,
-    without_dropout,
-)
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import MODEL_FILES, converted
 from pipeline.data.tokenizer.settings import read_as_it_is
+from pipeline.data.tokenizer.tokenizer_file import TOKENIZER_FILE, without_dropout
 from pipeline.errors import BaseModelError
 from pipeline.files import read_inside, read_object, write_json, write_text
 

@@ -28,7 +28,8 @@ def method_for(
     seed: int,
     own_tokens: tuple[int, ...] | None = None,
 ) -> TrainingMethod:
-    """The method of `settings`; SCALE reads its initial expansion from `expansion_folder`.
+    """The method of `settings`; one whose initial values are in a folder reads them from
+    `expansion_folder`.
 
     `seed` determines random initial values. `own_tokens` are the ids that have rows of their own,
     where no expansion folder says so.
@@ -41,7 +42,7 @@ def method_for(
         case Freeze():
             return FreezeMethod(settings)
         case Lora():
-            return LoraMethod(settings, seed)
+            return LoraMethod(settings, expansion_folder, seed, own_tokens)
         case LlamaPro():
             return LlamaProMethod(settings)
 

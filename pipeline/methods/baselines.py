@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from pipeline.config.method import Freeze, LlamaPro, Lora
+from pipeline.config.method import Freeze, LlamaPro, Lora, starts_from_expansion
 from pipeline.errors import ConfigError
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.initial_expansion import initial_a
 from pipeline.model.mixture import Mixture
 from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.initialisers import seeded
 from pipeline.scale.widened_linear import WidenedLinear
 
 
@@ -74,60 +74,60 @@ class FreezeMethod(FullFineTuningMethod):
         return model
 
 
-class LoraMethod(TrainingMethod):
+class LoraMethod(FrozenBaseMethod):
     """LoRA (Hu et al. 2022): low-rank adapters of frozen linear maps train.
 
     A is uniform in ±1/√in, as in PEFT; B is zero. There is no dropout: its random numbers would
     depend on the layout, and a run could not resume on another one.
+
+    Own rows and gains, which only tokens that a gate opens read, start at zero. With own rows the
+    initial values are read from a folder, which names the tokens that have rows.
     """
 
-    def __init__(self, settings: Lora, seed: int) -> None:
-        self.settings = settings
-        self.seed = seed
+    def __init__(
+        self,
+        settings: Lora,
+        expansion_folder: Path,
+        seed: int,
+        own_tokens: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(settings, expansion_folder, seed, own_tokens)
+        self.targets = settings.target_modules
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        model = Decoder(spec, tp=tp).requires_grad_(False)
-        for linear in self._targets(model):
-            weight = linear.base.get_parameter("weight")
-            # Made after `requires_grad_(False)`, so that the adapter trains and W does not.
-            linear.adapter = LowRankAdapter(
-                weight, self.settings.rank, scale=self.settings.scale, tp=tp
-            )
+        model = super()._build(spec, tp)
+        self._check_targets(model)
         return model
 
-    def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
-        """The linear maps that get an adapter: those of `target_modules`, or all."""
-        maps: dict[str, list[WidenedLinear]] = {}
+    def _check_targets(self, model: Decoder) -> None:
+        """Raises ConfigError for a name in `target_modules` that no linear map has."""
+        names: dict[str, None] = {}
         for path, module in model.named_modules():
             if isinstance(module, WidenedLinear):
-                name = path.rsplit(".", 1)[-1]
-                maps.setdefault(name, []).append(module)
-        wanted = self.settings.target_modules or list(maps)
-        for name in wanted:
-            if name not in maps:
+                names[path.rsplit(".", 1)[-1]] = None
+        for name in self.targets or ():
+            if name not in names:
                 raise ConfigError(
                     f"method.target_modules: the base, of family {model.spec.family}, has no map "
-                    f"{name}; it has {', '.join(maps)}"
+                    f"{name}; it has {', '.join(names)}"
                 )
-        for name in maps:
-            if name in wanted:
-                yield from maps[name]
 
     @torch.no_grad()
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        if starts_from_expansion(self.settings):
+            super()._load(model, base, tp)
+            return
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if is_base(name) or holds_new_tokens(name):
                 continue
             # B is zero, so that the model starts as its base (Hu et al. 2022, section 4.1).
-            whole = torch.zeros(full_shape_of(parameter))
+            shape = full_shape_of(parameter)
+            whole = torch.zeros(shape)
             if name.endswith(".a"):
-                # PEFT draws A by kaiming_uniform_ with a = sqrt(5), whose bound sqrt(6 / ((1 + 5)
-                # in)) is 1 / sqrt(in).
-                bound = whole.shape[1] ** -0.5
                 # The whole factor is drawn on every rank, by a generator of its own, and then
                 # split: the values do not depend on the layout.
-                whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(bound)
+                whole = initial_a(shape, seed=self.seed, name=name)
             fill_whole(parameter, tp, whole)
 
 

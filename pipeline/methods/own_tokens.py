@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.corpora import train_folder
@@ -26,7 +26,7 @@ def own_tokens_of(
             id beyond the base's vocabulary.
     """
     method = config.method
-    if not isinstance(method, ScaleMethod) or method.own_rows is None:
+    if not isinstance(method, (ScaleMethod, Lora)) or method.own_rows is None:
         return None
     if not isinstance(method.own_rows, OwnRows):
         return tuple(range(vocab_size))

@@ -7,15 +7,17 @@ pattern of names, such as `layers.0.*`. Where several keys match a parameter, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import nn
 
 from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError, nearest
-from pipeline.parallel.sharding import full_shape_of
+from pipeline.model.decoder import is_layer_matrix
+from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 
 _PARTS_OF_A_MAP = (
     "expansion_to_base",
@@ -52,6 +54,26 @@ class ParameterGroup:
     learning_rate_factor: float
     weight_decay: float
     by_muon: bool
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A row of the table of groups, which the dry run and `config show` print.
+
+    Attributes:
+        key: a kind of block, or the pattern of names that decides.
+        tensors, parameters: how many train; parameters are counted whole, over all ranks.
+        learning_rate: at the schedule's peak, with the group's factor.
+        weight_decay: AdamW's decoupled decay; 0 for vectors.
+        optimizer: what updates them, `adamw` or `muon`.
+    """
+
+    key: str
+    tensors: int
+    parameters: int
+    learning_rate: float
+    weight_decay: float
+    optimizer: str
 
 
 def kind_of(name: str) -> str:
@@ -138,3 +160,73 @@ def parameter_groups(
     # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
     # follows from names alone. `sorted` is stable.
     return sorted(groups, key=lambda group: not group.by_muon)
+
+
+def trained_groups(model: nn.Module, schedule: Schedule) -> list[ParameterGroup]:
+    """The groups of the parameters of `model` that train: matrices within layers by Muon, if the
+    schedule says so, and everything else by AdamW.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    trained = dict(named_trained_parameters(model))
+    by_muon: list[str] = []
+    if schedule.optimizer == "muon":
+        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
+    return parameter_groups(trained, schedule, by_muon=by_muon)
+
+
+def group_rows(model: nn.Module, schedule: Schedule) -> list[GroupRow]:
+    """The table of groups: a row for each kind, or pattern, with a rate and a decay of its own.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    trained = dict(named_trained_parameters(model))
+    patterns = [*schedule.learning_rate_factors, *schedule.weight_decay_factors]
+    rows: dict[tuple[str, float, float, str], list[str]] = {}
+    for group in trained_groups(model, schedule):
+        rate = schedule.learning_rate * group.learning_rate_factor
+        optimizer = "muon" if group.by_muon else "adamw"
+        for name in group.names:
+            key = _deciding_key(name, patterns)
+            rows.setdefault((key, rate, group.weight_decay, optimizer), []).append(name)
+
+    table: list[GroupRow] = []
+    for (key, rate, decay, optimizer), names in rows.items():
+        parameters = sum(prod(full_shape_of(trained[name])) for name in names)
+        table.append(GroupRow(key, len(names), parameters, rate, decay, optimizer))
+    return table
+
+
+def _deciding_key(name: str, keys: Sequence[str]) -> str:
+    """The last of the keys that matches the parameter, or its kind."""
+    deciding = kind_of(name)
+    for key in keys:
+        if _matches(key, name):
+            deciding = key
+    return deciding
+
+
+def group_lines(rows: Sequence[GroupRow]) -> list[str]:
+    """The table of groups as aligned lines of text, with a head."""
+    cells = [("group", "tensors", "parameters", "peak rate", "decay", "optimizer")]
+    for row in rows:
+        cells.append(
+            (
+                row.key,
+                f"{row.tensors:,}",
+                f"{row.parameters:,}",
+                f"{row.learning_rate:.3g}",
+                f"{row.weight_decay:.3g}",
+                row.optimizer,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines: list[str] = []
+    for key, *others in cells:
+        aligned = [key.ljust(widths[0])]
+        for text, width in zip(others, widths[1:], strict=True):
+            aligned.append(text.rjust(width))
+        lines.append("  ".join(aligned))
+    return lines

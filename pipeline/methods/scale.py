@@ -1,14 +1,24 @@
-"""SCALE: the base is frozen and widened; only the expansion trains."""
+"""SCALE: the base is frozen and widened; only the expansion trains.
+
+What SCALE shares with other methods whose initial values are in a folder is here too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.method import (
+    Initialisers,
+    Lora,
+    OwnRows,
+    ScaleMethod,
+    starts_from_expansion,
+)
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
@@ -28,12 +38,16 @@ from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 _logger = get_logger(__name__)
 
 
-class Scale(TrainingMethod):
-    """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
+class FrozenBaseMethod(TrainingMethod):
+    """A method that adds trained weights to a frozen base, by its plan (`plan_expansion`).
+
+    Where its initial values, or the ids that have rows of their own, are in a folder, that is
+    `expansion_folder`.
+    """
 
     def __init__(
         self,
-        settings: ScaleMethod,
+        settings: ScaleMethod | Lora,
         expansion_folder: Path,
         seed: int,
         own_tokens: tuple[int, ...] | None = None,
@@ -50,7 +64,7 @@ class Scale(TrainingMethod):
         )
         check_tensor_parallel(plan, tp.size)
         model = Decoder(spec, plan, tp=tp)
-        # Only what SCALE adds trains; the base stays frozen.
+        # Only what the method adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
             # No gradient masks: a frozen block is a parameter of its own, for which autograd
             # computes no gradient, and the optimizer has no state
@@ -75,15 +89,18 @@ class Scale(TrainingMethod):
     def _counted_tokens(self) -> tuple[int, ...] | None:
         """The ids that the initial expansion has rows for; None until it is made."""
         if self._own_tokens is None and (self.expansion_folder / MANIFEST).exists():
-            self._own_tokens = self.expansion.manifest.own_tokens
+            self._own_tokens = open_expansion(self.expansion_folder).manifest.own_tokens
         return self._own_tokens
 
     @cached_property
-    def expansion(self) -> ExpansionFolder:
+    def expansion(self) -> ExpansionFolder | None:
+        if not starts_from_expansion(self.settings):
+            return None
         return open_expansion(self.expansion_folder)
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
+        assert expansion is not None, "methods without a folder load in another way"
         _check_origin(expansion, base, self.settings, self.seed)
         _check_new_tokens(expansion, base.new_tokens)
         load_base(model, base, tp)
@@ -98,8 +115,12 @@ class Scale(TrainingMethod):
             fill(parameter, tp, read)
 
 
+class Scale(FrozenBaseMethod):
+    """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
+
+
 def _check_origin(
-    expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
+    expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod | Lora, seed: int
 ) -> None:
     """Raises as `check_origin`, and BaseModelError if the base's config.json has changed since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
@@ -146,7 +167,7 @@ def check_named_expansion(folder: Path | None) -> None:
 
 
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
-    """The initial expansion of a run of method scale; None if it is yet to be made.
+    """The initial expansion of a run; None if it has none, or it is yet to be made.
 
     Raises:
         UserError: if it is damaged, of another base or other settings, or missing where a run is to
@@ -154,7 +175,7 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     """
     check_named_expansion(config.init_expansion)
     if (
-        not isinstance(config.method, ScaleMethod)
+        not starts_from_expansion(config.method)
         or not (config.initial_expansion_folder / MANIFEST).exists()
     ):
         return None
@@ -165,9 +186,11 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     return expansion
 
 
-def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
+def check_own_weights(settings: ScaleMethod | Lora, spec: DecoderSpec) -> None:
     """Raises ConfigError where open tokens cannot have weights of their own beside this base."""
-    if settings.low_rank is not None and spec.mixture is not None:
+    # LoRA's adapters of a mixture's other maps may be without a gate.
+    low_rank = settings.low_rank if isinstance(settings, ScaleMethod) else None
+    if low_rank is not None and spec.mixture is not None:
         raise ConfigError(
             "method.low_rank: a mixture of experts has its experts in one tensor, which takes no "
             "low-rank difference; remove it"
@@ -180,13 +203,14 @@ def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
 
 
 def upscale(
-    settings: ScaleMethod,
+    settings: ScaleMethod | Lora,
     base: BaseFolder,
     output: Path,
     seed: int,
     own_tokens: tuple[int, ...] | None = None,
 ) -> None:
-    """Computes the initial expansion of `base` and writes it to the folder `output`.
+    """Computes the initial values of what is added to `base`, and writes them to the folder
+    `output`.
 
     `own_tokens` are the ids that get rows of their own, where the method has such rows.
     """
@@ -198,15 +222,17 @@ def upscale(
     # Before the decompositions, which take minutes, and would end at a tensor that is missing.
     check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
-    origin = {
+    origin: dict[str, Any] = {
         "base": str(base.path),
         "base_hashes": base.hashes,
         "base_architecture": architecture_of(base.spec),
         "method": settings.of_initial_expansion,
-        "expansion": asdict(plan.expansion),
+        "expansion": None if plan.expansion is None else asdict(plan.expansion),
         "seed": seed,
     }
     if own_tokens is not None:
         origin["own_tokens"] = list(own_tokens)
-    blocks = initial_expansion(model, names, base.read, settings.initialisers, seed)
+    # LoRA has no block that an initialiser of the paper applies to.
+    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    blocks = initial_expansion(model, names, base.read, initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

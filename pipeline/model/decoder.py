@@ -34,10 +34,9 @@ from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import choose_path
@@ -98,7 +97,8 @@ class Decoder(nn.Module):
         self.register_module("reference", None)
         self.reference: Decoder | None
         hidden_size = spec.widths.hidden_size
-        hidden_up = None if plan is None else plan.expansion.hidden_size
+        added = added_widths(plan)
+        hidden_up = None if added is None else added.hidden_size
         self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(
             spec.vocab_size, hidden_size, hidden_up, new_tokens=spec.new_tokens, tp=tp
@@ -136,8 +136,7 @@ class Decoder(nn.Module):
     def keeps_base(self) -> bool:
         """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
         it."""
-        adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
-        return self.plan is not None or adapted or bool(self.added_layers)
+        return self.plan is not None or bool(self.added_layers)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compiles every layer, each as one graph; layers of one kind share it.
@@ -354,10 +353,8 @@ class Decoder(nn.Module):
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up
         of zeros."""
         plan = self.plan
-        if plan is None or gate.layer > plan.last_exact_layer or self.tp.size > 1:
-            raise ValueError(
-                "a gate needs the exact base stream of a widened model, whole on one rank"
-            )
+        if plan is None or self.tp.size > 1:
+            raise ValueError("a gate needs a base that something was added to, whole on one rank")
         document_ids: Tensor | None = None
         if batch.documents is not None:
             document_ids = batch.documents.ids

@@ -24,7 +24,7 @@ from pipeline.model.spec import ACTIVATIONS, DecoderSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_linear import (
     Part,
     Parts,
@@ -92,8 +92,9 @@ class DecoderLayer(nn.Module):
         if has_norms_after:
             self.ffn_post_norm = widened_norm(spec, plan, layer, tp)
 
-        if plan is not None and (rank := plan.low_rank_of(layer)) is not None:
-            add_low_rank_differences(self, rank, tp)
+        own = None if plan is None else plan.low_rank_in(layer)
+        if own is not None:
+            add_low_rank_differences(self, own, tp)
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False
@@ -130,8 +131,8 @@ class Attention(nn.Module):
         kv_heads: Parts = (self._heads(spec.widths.num_key_value_heads), None)
         collaborative = False
         self.share_of_expansion_heads = 1.0
-        if plan is not None:
-            added = plan.expansion
+        added = added_widths(plan)
+        if plan is not None and added is not None:
             heads = (heads[0], self._heads(added.num_attention_heads))
             kv_heads = (kv_heads[0], self._heads(added.num_key_value_heads))
             collaborative = plan.has_expansion_to_base(layer, "attention")
@@ -199,8 +200,9 @@ class FeedForward(nn.Module):
         hidden = residual_parts(spec, plan)
         inner: Parts = (_features(spec.widths.intermediate_size), None)
         collaborative = False
-        if plan is not None:
-            inner = (inner[0], _features(plan.expansion.intermediate_size))
+        added = added_widths(plan)
+        if plan is not None and added is not None:
+            inner = (inner[0], _features(added.intermediate_size))
             collaborative = plan.has_expansion_to_base(layer, "ffn")
 
         column = partial(
@@ -236,13 +238,14 @@ def widened_norm(
     spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, tp: TensorParallel
 ) -> WidenedNorm:
     """The norm over both residual streams in `layer`; the number of layers: the last norm."""
+    added = added_widths(plan)
     kind = WidenedNorm
     if plan is not None and plan.has_own_gains(layer):
         kind = NormWithOwnGain
     return kind(
         spec.norm,
         spec.widths.hidden_size,
-        None if plan is None else plan.expansion.hidden_size,
+        None if added is None else added.hidden_size,
         eps=spec.norm_eps,
         statistics="separate" if plan is None else plan.norm,
         normed=None if spec.residual is None else spec.residual.normed,
@@ -275,9 +278,10 @@ def head_norm(
 def residual_parts(spec: DecoderSpec, plan: ExpansionPlan | None) -> Parts:
     """The residual streams as a side of linear maps; they are not split over the ranks."""
     base = Part(spec.widths.hidden_size, 1)
-    if plan is None:
+    added = added_widths(plan)
+    if added is None:
         return base, None
-    return base, Part(plan.expansion.hidden_size, 1)
+    return base, Part(added.hidden_size, 1)
 
 
 def _features(count: int) -> Part:

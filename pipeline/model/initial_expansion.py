@@ -89,7 +89,11 @@ def blocks_of_module(
 
 
 def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
-    """A of a difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
+    """A of a difference B A, [rank, in]: uniform in ±1/√in. B starts at zero.
+
+    PEFT draws A by kaiming_uniform_ with a = sqrt(5), whose bound sqrt(6 / ((1 + 5) in)) is
+    1 / sqrt(in).
+    """
     whole = torch.empty(shape)
     return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 

@@ -25,6 +25,8 @@ def merged_unsupported_reason(
     one; None if it is."""
     if plan is None:
         return None
+    if plan.expansion is None:
+        return _unmerged_adapters_reason(plan, gated=gated)
     reason = family_of(spec).merged_unsupported_reason
     if reason is not None:
         return f"a base of model_type {spec.family}: {reason}"
@@ -42,6 +44,15 @@ def merged_unsupported_reason(
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
             "(norm: base allows it)"
         )
+    if gated:
+        return "a gate decides for each token (--without-gate leaves it out)"
+    return None
+
+
+def _unmerged_adapters_reason(plan: ExpansionPlan, *, gated: bool) -> str | None:
+    """Why adapters, and the gains beside them, cannot be merged into the base's own matrices."""
+    if plan.own is not None and plan.own.tokens is not None:
+        return "method.own_rows: an ordinary model has no weights for some tokens alone"
     if gated:
         return "a gate decides for each token (--without-gate leaves it out)"
     return None
@@ -79,6 +90,49 @@ def describe_serving(added: Widths, spec: DecoderSpec) -> str:
         if name != "num_key_value_heads":  # it follows from the query heads
             more.append(f"{name} {getattr(fitting, name) - base_width}")
     return f"{text}; for both up to tp {_MOST_RANKS} add {', '.join(more)}"
+
+
+def split_unsupported_reason(widths: Widths, tp: int) -> str | None:
+    """Why vLLM and SGLang cannot split an ordinary model of these widths over `tp` ranks; None if
+    they can.
+    """
+    reasons: list[str] = []
+    if widths.num_attention_heads % tp:
+        reasons.append(f"{widths.num_attention_heads} query heads")
+    kv_heads = widths.num_key_value_heads
+    if kv_heads % tp and tp % kv_heads:
+        reasons.append(f"{kv_heads} key/value heads")
+    if widths.intermediate_size % tp:
+        reasons.append(f"{widths.intermediate_size} channels of the FFN")
+    return ", ".join(reasons) or None
+
+
+def describe_splitting(added: Widths | None, spec: DecoderSpec, tp: int) -> str:
+    """Whether `tp` ranks can serve the merged export of a run, and what to do if they cannot.
+
+    added: the expansion's widths; None: the run widens nothing.
+    """
+    if added is None:
+        reason = split_unsupported_reason(spec.widths, tp)
+        if reason is None:
+            return f"a merged export splits by tp {tp}, as its base"
+        return f"CANNOT BE SERVED AT TP {tp}, nor can the base: {reason} do not divide"
+
+    whole = merged_widths(added, spec)
+    reason = split_unsupported_reason(whole, tp)
+    if reason is None:
+        return f"a merged export: {describe_serving(added, spec)}"
+    padded = merged_widths(added, spec, tp)
+    more: list[str] = []
+    for name, width in asdict(padded).items():
+        width_of_base = getattr(spec.widths, name)
+        if name != "num_key_value_heads" and width != getattr(whole, name):
+            more.append(f"{name} {width - width_of_base}")
+    return (
+        f"CANNOT BE SERVED AT TP {tp} as it is: {reason} do not divide; choose now "
+        f"{', '.join(more)} in method.expansion, or pad with zeros later "
+        f"(scale-cpt convert --tensor-parallel-size {tp})"
+    )
 
 
 def padded_widths(

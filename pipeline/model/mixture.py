@@ -19,7 +19,7 @@ from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 from pipeline.scale_math import choose_experts, rows_by_expert
 
@@ -49,9 +49,10 @@ class MixtureFeedForward(nn.Module):
         self.gate: AddedColumnLinear | None = None
         self.up: AddedColumnLinear | None = None
         self.down: AddedRowLinear | None = None
-        if plan is not None:
-            streams = (hidden_size, plan.expansion.hidden_size)
-            inner = plan.expansion.intermediate_size
+        added = added_widths(plan)
+        if plan is not None and added is not None:
+            streams = (hidden_size, added.hidden_size)
+            inner = added.intermediate_size
             collaborative = plan.has_expansion_to_base(layer, "ffn")
             self.gate = AddedColumnLinear(streams, inner, tp=tp)
             self.up = AddedColumnLinear(streams, inner, tp=tp)
@@ -95,6 +96,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
+        if isinstance(masked, Tensor):
+            masked = masked.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
         if self.router.weight.requires_grad and torch.is_grad_enabled():
             # Recomputation in the backward pass must compute the load too, but not count it again.

@@ -22,6 +22,7 @@ from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.norms import LayerNorm, RMSNorm
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.plan import OwnWeights
 from pipeline.scale.widened_linear import Streams, WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 from pipeline.scale_math import masked_sum, own_row_logits
@@ -164,12 +165,15 @@ class HeadNormWithOwnGain(WidenedHeadNorm):
         return masked_sum(y, self._normed(self.own, heads), masked), y_up
 
 
-def add_low_rank_differences(layer: nn.Module, rank: int, tp: TensorParallel) -> None:
-    """Gives every linear map of `layer` a difference B A of that rank, split as the map is."""
-    for module in layer.modules():
-        if isinstance(module, WidenedLinear):
+def add_low_rank_differences(layer: nn.Module, own: OwnWeights, tp: TensorParallel) -> None:
+    """Gives the linear maps of `layer` that `own` names a difference s B A, split as the map is."""
+    for path, module in layer.named_modules():
+        if not isinstance(module, WidenedLinear):
+            continue
+        rank = own.low_rank_of(path.rsplit(".", 1)[-1])
+        if rank is not None:
             weight = module.base.get_parameter("weight")
-            module.adapter = LowRankAdapter(weight, rank, scale=1.0, tp=tp)
+            module.adapter = LowRankAdapter(weight, rank, scale=own.low_rank_scale, tp=tp)
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:

@@ -165,20 +165,52 @@ def run_gated(
     closes: CloseTokens,
     own: OwnInput | None = None,
 ) -> tuple[Streams, Tensor]:
-    """Preserve and Adapt with a gate: what was added to the base stream is skipped for closed
+    """Preserve, Adapt and LoRA with a gate: what was added to the base stream is skipped for closed
     tokens. It begins at layer `first_changed`.
 
-    The gate decides at or below that layer, where the base stream is exact. Returns the streams and
-    the closed tokens.
+    Where the gate reads at or below that layer, one pass serves both kinds of tokens. Otherwise the
+    layers between run twice. Returns the streams and the closed tokens.
     """
-    streams = run_widened(layers.part(None, gate_layer), streams)
-    closed = closes(streams[0])
-    streams = run_widened(layers.part(gate_layer, first_changed), streams)
-    if own is not None:
-        streams = own.added_to(streams, masked=closed)
-    for layer in layers.part(first_changed, None).layers:
+    if gate_layer > first_changed:
+        streams, closed = _run_until_gate(layers, streams, gate_layer, first_changed, closes, own)
+        rest = layers.part(gate_layer, None)
+    else:
+        streams = run_widened(layers.part(None, gate_layer), streams)
+        closed = closes(streams[0])
+        streams = run_widened(layers.part(gate_layer, first_changed), streams)
+        if own is not None:
+            streams = own.added_to(streams, masked=closed)
+        rest = layers.part(first_changed, None)
+    for layer in rest.layers:
         streams = layers.run(layer, streams, masked=closed)
     return streams, closed
+
+
+def _run_until_gate(
+    layers: LayerPass,
+    streams: Streams,
+    gate_layer: int,
+    first_changed: int,
+    closes: CloseTokens,
+    own: OwnInput | None,
+) -> tuple[Streams, Tensor]:
+    """The layers below a gate that reads above layer `first_changed`: two passes, joined there.
+
+    The base alone gives the gate's features, and the x of closed tokens. The whole model, as if all
+    tokens were open, as in training, gives the x of open tokens, and x_up. So below the gate closed
+    tokens attend to the base's keys alone, and open ones to those of open tokens alone.
+    """
+    streams = run_widened(layers.part(None, first_changed), streams)
+    base_x = streams[0]
+    if own is not None:
+        streams = own.added_to(streams)
+    for layer in layers.part(first_changed, gate_layer).layers:
+        # Layer by layer, so that ZeRO-3 would gather each once for both.
+        base_x, _ = layers.run(layer, (base_x, None), masked=True)
+        streams = layers.run(layer, streams)
+    closed = closes(base_x)
+    x, x_up = streams
+    return (torch.where(closed, base_x, x), x_up), closed
 
 
 def run_routed_with_gate(

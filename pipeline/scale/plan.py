@@ -1,14 +1,16 @@
-"""Which blocks exist in each layer, by SCALE's variants (SCALE, section 3.2)."""
+"""Which blocks exist in each layer, by SCALE's variants (SCALE, section 3.2), and by LoRA."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config.method import Initialisers, ScaleMethod
+from pipeline.config.method import Initialisers, Lora, ScaleMethod
 from pipeline.errors import ConfigError
 
 Module = Literal["attention", "ffn"]
+GATE_LAYER = 2
+"""The layer before which a gate reads where trained weights begin in the first layer."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,31 @@ class OwnWeights:
         tokens: the ids that have rows of their own; all other ids share one more row. None: there
             are no own rows.
         gains: whether norms have differences of their gains.
-        low_rank: the rank of the differences B A of linear maps; None: there are none.
+        low_rank: the rank of the differences s B A of linear maps; None: there are none.
+        low_rank_scale: the factor s.
+        low_rank_maps: the names of the maps with such a difference; None: all.
     """
 
     first_layer: int
     tokens: tuple[int, ...] | None = None
     gains: bool = False
     low_rank: int | None = None
+    low_rank_scale: float = 1.0
+    low_rank_maps: tuple[str, ...] | None = None
+
+    def low_rank_of(self, map_name: str) -> int | None:
+        """The rank of the difference of the maps of that name; None: they have none."""
+        if self.low_rank_maps is not None and map_name not in self.low_rank_maps:
+            return None
+        return self.low_rank
 
 
 @dataclass(frozen=True)
 class ExpansionPlan:
-    """What SCALE adds to a base, and which of the added blocks exist in each layer.
+    """What SCALE or LoRA adds to a base, and which of the added blocks exist in each layer.
 
     Attributes:
-        expansion: the added widths.
+        expansion: the added widths; None for LoRA, which widens nothing and has `own` alone.
         num_layers: the layers of the base.
         l_fp: the lowest `l_fp` layers are preservation layers, where W12 is zero and has no
             parameter; the others are collaborative. Preserve has `l_fp == num_layers`.
@@ -57,7 +69,7 @@ class ExpansionPlan:
         own: what tokens have of their own where a gate opens them.
     """
 
-    expansion: Widths
+    expansion: Widths | None
     num_layers: int
     l_fp: int
     collaborative_modules: frozenset[Module] = frozenset()
@@ -80,35 +92,63 @@ class ExpansionPlan:
 
         Preserve has it everywhere, Adapt up to the first layer with W12, and Route everywhere on
         its preserved path; weights of open tokens' own end it where they begin. `num_layers` stands
-        for the stream after the last layer.
+        for the stream after the last layer. A gate that reads above makes the layers between run
+        twice.
         """
         if self.routed:
             return self.num_layers
         return self.collaborative_from
 
+    @property
+    def default_gate_layer(self) -> int:
+        """The layer before which a gate reads the base's stream, if no setting says another.
+
+        That is the last exact one; not 0, where the stream is the embedding, by which text is
+        hardly told apart.
+        """
+        if self.last_exact_layer == 0:
+            return min(GATE_LAYER, self.num_layers)
+        return self.last_exact_layer
+
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
         return self.own is not None and self.own.gains and layer >= self.own.first_layer
 
-    def low_rank_of(self, layer: int) -> int | None:
-        """The rank of the differences of the linear maps of `layer`; None: there are none."""
-        if self.own is None or layer < self.own.first_layer:
+    def low_rank_in(self, layer: int) -> OwnWeights | None:
+        """Which linear maps of `layer` have low-rank differences; None: none of them."""
+        if self.own is None or self.own.low_rank is None or layer < self.own.first_layer:
             return None
-        return self.own.low_rank
+        return self.own
 
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
 
-def plan_expansion(
-    method: ScaleMethod, base: Widths, num_layers: int, own_tokens: tuple[int, ...] | None = None
-) -> ExpansionPlan:
-    """The plan for widening a base; `own_tokens` are the ids with own rows, if the method has any.
+def added_widths(plan: ExpansionPlan | None) -> Widths | None:
+    """The widths that a plan adds to a base; None where it is not widened."""
+    return None if plan is None else plan.expansion
 
-    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no
-    collaborative layer.
+
+def plan_expansion(
+    method: ScaleMethod | Lora,
+    base: Widths,
+    num_layers: int,
+    own_tokens: tuple[int, ...] | None = None,
+) -> ExpansionPlan:
+    """The plan of what is added to a base; `own_tokens` are the ids with own rows, if the method
+    has any.
+
+    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp or own_first_layer
+    leaves no layer.
     """
+    if isinstance(method, Lora):
+        return ExpansionPlan(
+            expansion=None,
+            num_layers=num_layers,
+            l_fp=num_layers,
+            own=_own_weights_of_lora(method, num_layers, own_tokens),
+        )
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
     if heads % ratio:
@@ -155,11 +195,7 @@ def _own_weights(
         return None
     first_layer = method.l_fp if method.own_first_layer is None else method.own_first_layer
     assert first_layer is not None, "ScaleMethod checks that one of both is there"
-    if first_layer >= num_layers:
-        raise ConfigError(
-            f"method.own_first_layer: {first_layer} leaves none of the base's {num_layers} layers; "
-            f"use 0 to {num_layers - 1}"
-        )
+    _check_first_layer(first_layer, num_layers)
     return OwnWeights(
         first_layer=first_layer,
         tokens=None if method.own_rows is None else tokens,
@@ -168,9 +204,33 @@ def _own_weights(
     )
 
 
+def _own_weights_of_lora(
+    method: Lora, num_layers: int, tokens: tuple[int, ...] | None
+) -> OwnWeights:
+    _check_first_layer(method.own_first_layer, num_layers)
+    return OwnWeights(
+        first_layer=method.own_first_layer,
+        tokens=None if method.own_rows is None else tokens,
+        gains=method.own_gains,
+        low_rank=method.rank,
+        low_rank_scale=method.scale,
+        low_rank_maps=method.target_modules,
+    )
+
+
+def _check_first_layer(first_layer: int, num_layers: int) -> None:
+    if first_layer >= num_layers:
+        raise ConfigError(
+            f"method.own_first_layer: {first_layer} leaves none of the base's {num_layers} layers; "
+            f"use 0 to {num_layers - 1}"
+        )
+
+
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
     """Raises ConfigError if an added width cannot be split over `tp_size` ranks."""
     added = plan.expansion
+    if added is None:
+        return
     if added.intermediate_size % tp_size:
         raise ConfigError(
             "method.expansion.intermediate_size: expected a multiple of parallel.tp_size "

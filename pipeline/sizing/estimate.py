@@ -8,11 +8,11 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from pipeline.deepspeed_config import (
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
-from pipeline.methods.scale import Scale
+from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
@@ -145,7 +145,7 @@ class Estimator:
     def has_uncounted_rows(self) -> bool:
         """Whether every token counts as having an own row, as they are not chosen yet."""
         method = training_method(self.config)
-        return isinstance(method, Scale) and method.has_uncounted_rows
+        return isinstance(method, FrozenBaseMethod) and method.has_uncounted_rows
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
@@ -405,6 +405,61 @@ def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | 
     return "\n\n".join(sections), recommended
 
 
+def report_values(
+    estimator: Estimator, *, every: bool = False
+) -> tuple[dict[str, Any], Choice | None]:
+    """What a report says, for programs (docs/json.md), and the recommended layout if there is one.
+
+    All layouts that were estimated are listed.
+    """
+    cluster = estimator.cluster
+    estimates, refused = estimator.estimate_all(every=every)
+    recommended, reason = recommend(estimates, cluster)
+    values = {
+        "run": estimator.config.name,
+        "parameters": asdict(estimator.parameters),
+        "flops_per_token": estimator.flops_per_token("none").total,
+        "tokens_per_step": estimator.tokens_per_step,
+        "steps": estimator.config.schedule.steps,
+        "cluster": asdict(cluster),
+        "usable_bytes": round(cluster.usable_bytes),
+        "layouts": [layout_values(estimate, estimator) for estimate in estimates],
+        # Keys of JSON are text.
+        "refused": {str(tp_size): why for tp_size, why in refused.items()},
+        "own": estimator.own_choice._asdict(),
+        "recommended": None if recommended is None else recommended._asdict(),
+        "reason": reason,
+    }
+    return values, recommended
+
+
+def layout_values(estimate: Estimate, estimator: Estimator) -> dict[str, Any]:
+    """The estimate of one layout, for programs."""
+    cluster = estimator.cluster
+    step_s = estimate.step_s
+    return {
+        **estimate.choice._asdict(),
+        "memory_bytes": asdict(estimate.memory),
+        "total_bytes": estimate.memory.total,
+        "host_bytes": estimate.host_bytes,
+        "fits": _fits(estimate, cluster),
+        "micro_batches": estimate.micro_batches,
+        "inside_node_bytes": estimate.inside_bytes,
+        "between_nodes_bytes": estimate.between_bytes,
+        "compute_s": estimate.compute_s,
+        "step_s": step_s,
+        "tokens_per_second_per_gpu": estimator.tokens_per_step / step_s / cluster.gpus,
+        "hours": estimator.config.schedule.steps * step_s / 3600,
+    }
+
+
+def _fits(estimate: Estimate, cluster: Cluster) -> str:
+    """Whether a layout fits: `yes`, `tight` within the error of the estimate, or `no`."""
+    if estimate.is_safe(cluster):
+        return "yes"
+    return "tight" if estimate.fits(cluster) else "no"
+
+
 def _wrapped(text: str) -> str:
     return textwrap.fill(
         text, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
@@ -439,6 +494,7 @@ def _model_section(estimator: Estimator) -> str:
         spec = estimator.spec
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)
         if merged_unsupported_reason(plan, spec, gated=False) is None:
+            assert plan.expansion is not None, "SCALE widens its base"
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
@@ -497,12 +553,6 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
     memory = estimate.memory
     states = memory.gradients + memory.optimizer
     other = memory.total - memory.weights - states - memory.activations
-    if estimate.is_safe(cluster):
-        fits = "yes"
-    elif estimate.fits(cluster):
-        fits = "tight"
-    else:
-        fits = "no"
     return [
         str(choice.zero_stage),
         str(choice.tp_size),
@@ -512,7 +562,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
         f"{memory.activations / GIB:.2f}",
         f"{other / GIB:.2f}",
         f"{memory.total / GIB:.2f}",
-        fits,
+        _fits(estimate, cluster),
         f"{estimate.inside_bytes / 1e9:.1f}",
         f"{estimate.between_bytes / 1e9:.1f}",
         f"{estimate.step_s:.2f}",

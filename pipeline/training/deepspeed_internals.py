@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +75,22 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
         raise ConfigError(
             f"{deepspeed_config.path}: DeepSpeed refuses it: {fault}; correct the file"
         )
+
+
+@contextmanager
+def frozen_kept_as_read(model: nn.Module) -> Iterator[None]:
+    """While DeepSpeed's engine is made inside, it broadcasts what trains, and nothing frozen.
+
+    Each rank has read the frozen parameters itself, and `parallel.replicas` has compared them.
+    DeepSpeed's ZeRO-1 and 2 would send the whole base from one rank to all others.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        # DeepSpeed's mark of the frozen weights of its own LoRA, which differ from rank to rank.
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    yield
+    for parameter in frozen:
+        del parameter.ds_optim_param  # type: ignore[attr-defined]
 
 
 # --- Parameters under ZeRO-3 ---

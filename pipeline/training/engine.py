@@ -66,7 +66,13 @@ class Engine:
         deepspeed_config: DeepSpeedConfig,
         groups: ProcessGroups,
     ) -> None:
-        """Wraps `model` in DeepSpeed's engine; every rank must call it."""
+        """Wraps `model` in DeepSpeed's engine; every rank must call it.
+
+        What is frozen must be the same on all data-parallel ranks: it is not broadcast.
+
+        Raises:
+            ConfigError: DeepSpeed refuses the settings of its file.
+        """
         self.trainable_parameters = 0
         self.total_parameters = 0
         # From the full shapes: under tensor parallelism a rank has shards, and under ZeRO-3 `numel`
@@ -90,13 +96,14 @@ class Engine:
         optimizer = make_optimizer(model, config.schedule)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                config=values,
-                mpu=groups,
-                dist_init_required=False,
-            )
+            with deepspeed_internals.frozen_kept_as_read(model):
+                self._engine, *_ = deepspeed.initialize(
+                    model=model,
+                    optimizer=optimizer,
+                    config=values,
+                    mpu=groups,
+                    dist_init_required=False,
+                )
         except AssertionError as error:
             # Its ZeRO optimizers assert that settings do not exclude each other.
             raise ConfigError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
-from pipeline.methods.parameter_groups import parameter_groups
+from pipeline.methods.parameter_groups import trained_groups
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -54,11 +54,10 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
         ConfigError: a factor of the schedule is for parameters that are not there.
     """
     trained = dict(named_trained_parameters(model))
-    by_muon: list[str] = []
-    if schedule.optimizer == "muon":
-        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
     groups: list[dict[str, Any]] = []
-    for group in parameter_groups(trained, schedule, by_muon=by_muon):
+    has_muon = False
+    for group in trained_groups(model, schedule):
+        has_muon = has_muon or group.by_muon
         groups.append(
             {
                 "params": [trained[name] for name in group.names],
@@ -68,7 +67,7 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
                 "muon": group.by_muon,
             }
         )
-    kind = Muon if by_muon else torch.optim.AdamW
+    kind = Muon if has_muon else torch.optim.AdamW
     return kind(groups, lr=schedule.learning_rate, betas=schedule.betas, fused=True)
 
 

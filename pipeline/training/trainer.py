@@ -25,6 +25,7 @@ from pipeline.parallel.ranks import (
     run_on_all_ranks,
     warn_on_rank0,
 )
+from pipeline.parallel.replicas import check_frozen_replicas
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
@@ -349,10 +350,13 @@ def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -
     Raises:
         UserError: on the lowest rank that cannot read what it needs. The other ranks raise
             SystemExit.
+        BaseModelError: on the lowest rank that read other frozen weights than the first rank with
+            its shard. The other ranks raise SystemExit.
     """
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
+    check_frozen_replicas(model, groups.get_data_parallel_group())
     _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)
     return model
 

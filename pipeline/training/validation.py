@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
@@ -185,7 +185,7 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
     if difference != 0.0:
         source = config.base
         remedy = "the base's files may have changed while they were read: start again"
-        if isinstance(config.method, ScaleMethod):
+        if starts_from_expansion(config.method):
             source = config.initial_expansion_folder
             remedy = "remove the folder and make it again with scale-cpt upscale"
         if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda:

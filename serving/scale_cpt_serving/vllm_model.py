@@ -55,6 +55,11 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
             "its open tokens' own weights have not been tried under vLLM; serve it with "
             "transformers"
         )
+    if config.runs_twice_below_gate:
+        return (
+            "the layers below its gate run twice, which has not been tried under vLLM; serve it "
+            "with transformers"
+        )
     return config.packing_unsupported_reason()
 
 

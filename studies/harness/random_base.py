@@ -15,13 +15,14 @@ from transformers.utils import logging
 
 from pipeline import log
 from pipeline.data.tokenize.documents import texts
-from pipeline.data.tokenizer.load import TOKENIZER_FILE, json_file, load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
     ModelType,
     converted,
     read_model,
     train_model,
 )
+from pipeline.data.tokenizer.tokenizer_file import TOKENIZER_FILE, json_file
 from pipeline.errors import ConfigError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec

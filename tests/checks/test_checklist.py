@@ -15,7 +15,7 @@ from pipeline.checks.dry_run import make_plan
 from pipeline.commands import train
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.methods import build_model
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
@@ -103,6 +103,14 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ),
         ({"data__corpora__korean__text_key": "body"}, "another text key"),
         ({"method__l_fp": 99}, "l_fp"),
+        (
+            {"schedule__learning_rate_factors": {"router": 2.0}},
+            "schedule.learning_rate_factors: 'router' matches no parameter that trains",
+        ),
+        (
+            {"schedule__weight_decay_factors": {"layers.99.*": 0.0}},
+            "schedule.weight_decay_factors: 'layers.99.*' matches no parameter that trains",
+        ),
         ({"init_expansion": "none"}, "init_expansion: none: holds no expansion"),
         (
             {
@@ -119,6 +127,16 @@ def test_a_change_that_the_run_refuses_is_reported(begun, capsys, changes, fault
     code, faults = reported(write_config(run, tokens, name="changed.yaml", **changes), capsys)
     assert code == 1
     assert any(fault in found for found in faults), faults
+
+
+def test_training_refuses_a_factor_before_it_loads_a_model(begun):
+    run, tokens = begun
+    with pytest.raises(ConfigError, match="'router' matches no parameter that trains"):
+        begin(
+            load_config(write_config(run, tokens), ["schedule.learning_rate_factors={router: 2}"]),
+            2,
+            "train",
+        )
 
 
 def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
@@ -167,6 +185,8 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     rows = dict(plan.rows)
     assert export in rows["export"]
     assert ("gate" in rows["stages"]) == gate
+    serving = "a merged export" if export.startswith("merged") else "CANNOT BE SERVED AT TP 2: vLLM"
+    assert rows["serving"].startswith(serving)
 
 
 @pytest.mark.parametrize("command", ["tokenize", "upscale"])

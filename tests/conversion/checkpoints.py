@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, starts_from_expansion
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.model.decoder import Decoder
@@ -32,6 +32,12 @@ CORPUS = {
 def scale(variant: str, **changes: Any) -> dict[str, Any]:
     """The method section of a SCALE run."""
     return scale_settings(variant, **changes).model_dump(mode="json")
+
+
+def lora(**changes: Any) -> dict[str, Any]:
+    """The method section of a run of LoRA."""
+    settings = Lora.model_validate({"name": "lora", "rank": 2, "alpha": 3, **changes})
+    return settings.model_dump(mode="json")
 
 
 def zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def save(
     settings = load_deepspeed_config(json_path, layout)
     base = open_base(base_path)
     with default_dtype(settings.dtype):
-        if isinstance(config.method, ScaleMethod):
+        if starts_from_expansion(config.method):
             model = widened(base, config.method, tp=groups.tensor_parallel, noise=noise)
         else:
             model = started(base, config.method, groups.tensor_parallel)

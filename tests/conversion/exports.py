@@ -17,7 +17,14 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hf.write import write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
-from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
+from tests.conversion.checkpoints import (
+    FFT,
+    lora,
+    save_many,
+    scale,
+    trained,
+    training_decoder,
+)
 from tests.distributed import run_ranks
 from tests.files import change_json
 from tests.gating.gates import random_gate
@@ -46,8 +53,15 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "own preserve": scale("preserve", own_first_layer=1, norm="base", **OWN),
     "own adapt": scale("adapt", **_BOTH, **OWN),
     "own gains": scale("preserve", own_first_layer=1, own_gains=True),
+    "own adapt from 0": scale("adapt", **_BOTH, l_fp=0, **OWN),
+    "adapt from 0": scale("adapt", **_BOTH, l_fp=0),
+    "own lora": lora(own_rows={"min_count": 1}, own_gains=True),
+    "own lora from 1": lora(own_first_layer=1, own_gains=True, target_modules=["query", "down"]),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
+    # 6 heads and 3 key/value heads on most bases, which no even number of ranks splits.
+    "odd heads": METHODS["merged"]
+    | {"expansion": {"hidden_size": 10, "intermediate_size": 9, "num_attention_heads": 2}},
     # Adapters on a part of GPT-NeoX's fused query, key and value.
     "lora query": METHODS["lora"] | {"target_modules": ["query"]},
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},

@@ -156,3 +156,33 @@ def test_many_files_are_one_model(models, tmp_path, monkeypatch):
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("tp_size", [2, 4, 8])
+@pytest.mark.parametrize("name", ["llama tied", "exaone4"])
+@torch.no_grad()
+def test_padded_for_tensor_parallel_servers_it_computes_the_same(name, tp_size, models, tmp_path):
+    """The heads and channels that no server could split are followed by zeros."""
+    model = models(name, "odd heads")
+    export = choose_export(model, "merged", torch.float32, tp_size=tp_size)
+    (tmp_path / "hf").mkdir()
+    write_hf_folder(tmp_path / "hf", export, model.base.path)
+    assert_exported(model, tmp_path / "hf")
+    padded = load_hf_model(tmp_path / "hf")
+    config = padded.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    assert heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
+    assert config.intermediate_size % tp_size == 0 and config.hidden_size % heads == 0
+    # They are zeros, and so are what they read and write.
+    unpadded = load_hf_model(exported(model, "merged", tmp_path / "unpadded")).state_dict()
+    assert any(padded.state_dict()[key].shape != value.shape for key, value in unpadded.items())
+    for key, value in padded.state_dict().items():
+        corner = tuple(slice(size) for size in unpadded[key].shape)
+        assert value.count_nonzero() == value[corner].count_nonzero(), key
+        assert torch.allclose(value[corner], unpadded[key], rtol=0.5)
+
+
+def test_only_a_merged_export_of_a_widened_model_is_padded(models):
+    for method, format in (("fft", "merged"), ("preserve separate", "scale")):
+        with pytest.raises(ConversionError, match=f"--tensor-parallel-size 2 pads .*{format}"):
+            choose_export(models("llama tied", method), "auto", torch.float32, tp_size=2)

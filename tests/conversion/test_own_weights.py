@@ -44,8 +44,15 @@ MODELS = [
     ("qwen3", "own preserve"),
     ("gemma2", "own adapt"),
     ("qwen3_moe dense layer", "own gains"),
+    # From the embedding on, with two passes below the gate; LoRA, whose exports are no wider.
+    ("llama", "own adapt from 0"),
+    ("neox", "own lora"),
+    ("gemma2", "own lora"),
+    ("qwen3", "own lora from 1"),
+    ("glm4_moe", "own lora"),
+    ("qwen2_moe", "own lora"),
 ]
-GENERATED = MODELS[:2]
+GENERATED = [*MODELS[:2], ("llama", "own adapt from 0"), ("neox", "own lora")]
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 OWN_PARTS = (".own.", ".adapter.", "own_rows", "own_input.rows")
 
@@ -81,9 +88,14 @@ def test_logits_are_those_of_the_trained_model(name, method, exports):
     assert_near(model(tokens, logits_to_keep=3).logits, expected[:, -3:], PARITY)
     assert_near(model(tokens, output_hidden_states=True).logits, expected, PARITY)
     before = opens.cumsum(1) == 0
-    assert torch.equal(expected[before], of_base[before])
+    # In a mixture, closed tokens share their experts' products with open ones, which may round them
+    # otherwise.
+    bound = PARITY if name.endswith("_moe") else 0.0
+    if before.any():
+        assert_near(expected[before], of_base[before], bound)
     plain = without_own_weights(model)(tokens).logits
-    assert torch.equal(plain[before], found[before])
+    if before.any():
+        assert_near(plain[before], found[before], bound)
     assert ((plain - found).abs().amax(-1)[opens] > 1e-3).all(), "open tokens do not change"
 
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.model_card import _card_of, _terms
+from pipeline.conversion.model_card import _terms
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
+from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hub import source_of
@@ -26,6 +27,7 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
+from tests.files import change_json
 from tests.self_generated.helpers import copied_stories
 from tests.widened import some_tokens
 
@@ -116,6 +118,32 @@ def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoint
 
 
 @pytest.mark.parametrize(
+    ("config_name", "card_name", "expected"),
+    [
+        ("someone/stories", "other/model", "someone/stories"),
+        ("/home/me/stories", "other/model", "other/model"),
+        ("models/stories", ["other/model"], "other/model"),
+        ("here/stories", None, None),
+        ("../stories", ["two/models", "other/model"], None),
+        ("stories", "runs/first/hf", None),
+        (7, {"a": "b"}, None),
+    ],
+)
+def test_the_card_names_a_base_in_a_folder_and_no_path(
+    config_name, card_name, expected, base, checkpoints, tmp_path, monkeypatch
+):
+    """From its config.json or its card; a folder `here` is beside the command."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    moved = shutil.copytree(base, tmp_path / "base")
+    change_json(moved / "config.json", _name_or_path=config_name)
+    if card_name is not None:
+        front = yaml.safe_dump({"license": "mit", "base_model": card_name})
+        (moved / "README.md").write_text(f"---\n{front}---\n")
+    assert hub_name(moved) == expected
+
+
+@pytest.mark.parametrize(
     ("card", "expected"),
     [
         ("---\nlicense: mit\nlicense_link: ../../secret\n---\n", {"license": "mit"}),
@@ -129,12 +157,12 @@ def test_terms_in_a_strangers_card(card, expected, tmp_path, monkeypatch, caplog
     """None: the card cannot be read, and a warning says so."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(card)
-    assert _terms(tmp_path, _card_of(tmp_path)) == (expected or {})
+    assert _terms(tmp_path, card_of(tmp_path)) == (expected or {})
     assert not (tmp_path / "made").exists()
     assert ("front matter cannot be read" in caplog.text) == (expected is None)
     (tmp_path / "LICENSE").write_text("Do as you like.")
     if "license" not in (expected or {}):
-        assert _terms(tmp_path, _card_of(tmp_path))["license_link"] == "LICENSE"
+        assert _terms(tmp_path, card_of(tmp_path))["license_link"] == "LICENSE"
 
 
 def kept_of(base: Path, folder: Path) -> set[str]:

@@ -44,7 +44,7 @@ def random_gate(
     layer: int | None = None,
     opens: Opens = "sometimes",
 ) -> FittedGate:
-    """A gate at the deepest layer that the model allows.
+    """A gate at the layer where one is by default.
 
     "sometimes" opens for about half of `tokens`.
     """
@@ -52,7 +52,7 @@ def random_gate(
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)
     gate = FittedGate(
-        layer=model.plan.last_exact_layer if layer is None else layer,
+        layer=model.plan.default_gate_layer if layer is None else layer,
         features=features,
         mean=0.1 * torch.randn(size, generator=random),
         std=0.5 + torch.rand(size, generator=random),

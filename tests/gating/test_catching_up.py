@@ -23,6 +23,14 @@ NEW_TOKENS = 12
 BIASES = [-30.0, -2.1, -1.8, -1.0]
 BOTH = ["attention", "ffn"]
 OWN = {"own_rows": 9, "own_gains": True, "own_rank": 3}
+NOT_WIDER = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "expansion_hidden_size": 0,
+    "expansion_intermediate_size": 0,
+    "expansion_num_attention_heads": 0,
+    "expansion_num_key_value_heads": 0,
+}
 MODELS = {
     "preserve": {"gate_layer": 4, "l_fp": 4},
     "adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH},
@@ -42,6 +50,15 @@ MODELS = {
     "own weights, adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH}
     | {"own_first_layer": 2, "gate_features": "token+running_mean"}
     | OWN,
+    "own weights, adapt from 0": {"gate_layer": 2, "l_fp": 0, "collaborative_modules": BOTH}
+    | {"own_first_layer": 0}
+    | OWN,
+    "adapt, gate after the last layer": {"gate_layer": 4, "l_fp": 1, "collaborative_modules": BOTH},
+    "lora": {"gate_layer": 1, "l_fp": 4, "own_first_layer": 2} | OWN | NOT_WIDER,
+    "lora from 0": {"gate_layer": 2, "l_fp": 4, "own_first_layer": 0, "own_scale": 1.5}
+    | {"gate_features": "token+running_mean", "own_maps": ["key", "up"]}
+    | OWN
+    | NOT_WIDER,
 }
 
 
@@ -73,9 +90,11 @@ def always_whole():
 
 @contextmanager
 def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[tuple[int, int]]]:
-    """Of how many sequences and tokens each pass through the first layer computed the expansion."""
+    """Of how many sequences and tokens each pass computed the expansion, or adapters."""
     seen: list[tuple[int, int]] = []
     block = model.layers[0].attention.query.expansion_to_expansion
+    if block is None:
+        block = model.layers[-1].attention.key.adapter
     handle = block.register_forward_hook(
         lambda _, inputs, __: seen.append(tuple(inputs[0].shape[:-1]))
     )

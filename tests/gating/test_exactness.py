@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.parallel.topology import TensorParallel
+from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.gating.gates import random_gate
 from tests.widened import packed, scale_settings, some_batch, some_tokens, widened
 
@@ -138,16 +138,33 @@ def test_decisions_read_no_trained_block(variant, base):
     assert torch.equal(found, expected)
 
 
-def test_a_gate_where_there_is_no_exact_base_stream_is_refused(base):
-    adapt = trained(base, "llama tied", "adapt")
-    tokens = some_tokens(adapt.spec, 1, 4)
-    adapt.gate = random_gate(adapt, tokens, layer=2)  # above l_fp
-    with pytest.raises(ValueError, match="exact base stream"):
-        adapt.logits(tokens)
+@pytest.mark.parametrize("layer", [2, 3])
+@pytest.mark.parametrize(("name", "dtype"), BASES)
+def test_a_gate_may_read_above_the_first_layer_with_w12(name, dtype, layer, base):
+    """The layers between run twice; the gate's features stay the base's."""
+    model = trained(base, name, "adapt", dtype)
+    batch = batch_of(model)
+    ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")
+    for opens, expected in (("never", base_logits), ("always", ungated)):
+        model.gate = random_gate(model, batch[0], batch[2], layer=layer, opens=opens)
+        assert torch.equal(model.logits(*batch), expected)
+    model.gate = random_gate(model, batch[0], batch[2], layer=layer)
+    is_open, gated = decisions(model, *batch), model.logits(*batch)
+    closed_so_far = torch.zeros_like(is_open)
+    for document in range(3):
+        inside = batch[2].ids == document
+        closed_so_far |= inside & ((is_open & inside).cumsum(dim=1) == 0)
+    assert torch.equal(gated[closed_so_far], base_logits[closed_so_far])
+    assert closed_so_far.any()
+    assert (gated != base_logits).any(-1)[is_open].all()
+
+
+def test_a_gate_that_cannot_be_computed_is_refused(base):
     split = trained(base, "llama tied", "preserve")
+    tokens = some_tokens(split.spec, 1, 4)
     split.gate = random_gate(split, tokens)
     split.tp = TensorParallel(rank=0, size=2, group=None)
     with pytest.raises(ValueError, match="whole on one rank"):
         split.logits(tokens)
-    split.tp = adapt.tp
+    split.tp = SINGLE
     split.logits(tokens)

@@ -23,27 +23,37 @@ from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
-OWN = {"own_rows": {"min_count": 5}, "own_gains": True, "low_rank": 4}
+OWN = {"own_rows": {"min_count": 5}, "own_gains": True}
+METHODS = {
+    "adapt": {f"method__{name}": value for name, value in OWN.items()} | {"method__low_rank": 4},
+    "lora": {"method": {"name": "lora", "rank": 4, **OWN}},
+}
+GATE_LAYERS = {"adapt": 3, "lora": 2}
+"""Where the gate reads by default: at l_fp; above the embedding, from where on LoRA trains."""
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 
 
+@pytest.fixture(scope="module", params=METHODS)
+def method(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(tokens, tmp_path_factory):
+def run(method, tokens, tmp_path_factory):
     """The configuration of a finished run."""
-    own = {f"method__{name}": value for name, value in OWN.items()}
     path = make_run(
         tmp_path_factory.mktemp("own") / "run",
         tokens,
         zero=1,
         schedule__learning_rate=0.02,
         gate=GATE,
-        **own,
+        **METHODS[method],
     )
     assert run_ranks(in_turn, 1, [partial(train, path)]) == [[0]]
     return path
 
 
-def test_it_is_trained_gated_exported_and_evaluated(run):
+def test_it_is_trained_gated_exported_and_evaluated(run, method):
     config = load_config(run)
     model = open_trained(newest_checkpoint(config), config.base)
     own_tokens = model.manifest.run.own_tokens
@@ -53,7 +63,7 @@ def test_it_is_trained_gated_exported_and_evaluated(run):
 
     record, _ = fit_gate(config)
     korean, english = record.heldout["korean"], record.heldout["english"]
-    assert record.layer == 3 and record.auc > 0.99
+    assert record.layer == GATE_LAYERS[method] and record.auc > 0.99
     assert korean.open_fraction > 0.9 and english.open_fraction < 0.05
     assert english.closed_sequences > 0 and record.closed_max_abs_logit_difference == 0.0
     assert korean.base_perplexity > 2 * korean.gated_perplexity
@@ -79,7 +89,7 @@ def test_it_is_trained_gated_exported_and_evaluated(run):
 
 
 def test_without_its_gate_it_leaves_in_no_format_but_expansion(run):
-    done = scale_cpt("convert", run, "--without-gate")
+    done = scale_cpt("convert", run, "--without-gate", "--format", "scale")
     assert done.returncode == 1
     assert "this model has no gate (leave --without-gate out)" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--format", "merged")

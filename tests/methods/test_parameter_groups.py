@@ -13,7 +13,15 @@ from torch import nn
 
 from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError
-from pipeline.methods.parameter_groups import KINDS, factors_by_name, kind_of, parameter_groups
+from pipeline.methods.parameter_groups import (
+    KINDS,
+    GroupRow,
+    factors_by_name,
+    group_lines,
+    group_rows,
+    kind_of,
+    parameter_groups,
+)
 
 NAMES = {
     "embedding.expansion.weight": "embedding",
@@ -97,3 +105,30 @@ def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
     decay = {name: group.weight_decay for group in groups for name in group.names}
     assert decay["final_norm.base.weight"] == 0.0 and decay["output.expansion"] == 0.0
     assert decay["embedding.expansion.weight"] == 0.2
+
+
+def test_the_table_counts_what_each_key_decides():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    model.output = nn.Linear(2, 5, bias=False)
+    model.embedding = nn.Embedding(5, 2).requires_grad_(False)
+    rows = group_rows(
+        model,
+        schedule(
+            learning_rate=0.5,
+            weight_decay=0.1,
+            optimizer="muon",
+            learning_rate_factors={"base": 0.5, "layers.1.*": 2.0},
+            weight_decay_factors={"output": 0.0},
+        ),
+    )
+    assert rows == [
+        GroupRow("base", 1, 12, 0.25, 0.1, "muon"),
+        GroupRow("layers.1.*", 1, 12, 1.0, 0.1, "muon"),
+        GroupRow("base", 1, 3, 0.25, 0.0, "adamw"),
+        GroupRow("layers.1.*", 1, 3, 1.0, 0.0, "adamw"),
+        GroupRow("output", 1, 10, 0.5, 0.0, "adamw"),
+    ]
+    head, first, *_ = group_lines(rows)
+    assert head.split() == ["group", "tensors", "parameters", "peak", "rate", "decay", "optimizer"]
+    assert first.split() == ["base", "1", "12", "0.25", "0.1", "muon"]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeline.model.output as output
+from pipeline.config.method import Lora, ScaleMethod
 from pipeline.model.own_weights import OwnRowOfToken, gradient_by_own_row, own_logits
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from tests.gating.gates import random_gate
@@ -21,14 +22,27 @@ OWN = {
     "low rank": {"low_rank": 2},
     "all three": {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2},
 }
-VARIANTS = {"preserve": {"own_first_layer": 1}, "adapt": {"collaborative_modules": "both"}}
+VARIANTS = {
+    "preserve": {"own_first_layer": 1},
+    "adapt": {"collaborative_modules": "both"},
+    "adapt from the embedding on": {"collaborative_modules": "both", "l_fp": 0},
+    "lora": {"target_modules": ("query", "value", "down")},
+    "lora from layer 1 on": {"own_first_layer": 1, "alpha": 3},
+}
 # Llama, tied embeddings, LayerNorm with biases and parallel residuals, post-norms with soft-capping, norms of heads.
 BASES = ["llama", "llama tied", "neox", "gemma2", "qwen3"]
 
 
 def own_model(base, variant, own, *, noise=0.1):
     """A widened model with own weights, of every other token's rows."""
-    settings = scale_settings(variant, **VARIANTS[variant], **OWN[own])
+    changes = VARIANTS[variant] | OWN[own]
+    settings: ScaleMethod | Lora
+    if variant.startswith("lora"):
+        # LoRA's own weights of low rank are its adapters.
+        changes.pop("low_rank", None)
+        settings = Lora(name="lora", rank=2, **changes)
+    else:
+        settings = scale_settings(variant.split()[0], **changes)
     return widened(base, settings, noise=noise).eval()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.model.paths import (
     LayerPass,
+    OwnInput,
     run_base,
     run_gated,
     run_preserved,
@@ -89,6 +90,23 @@ def test_closed_tokens_of_a_gate_skip_w12(layers, gate_layer):
     assert [stream.unique().item() for stream in read] == [gate_layer]
     assert x.flatten().tolist() == [4, 24, 4] and closed.sum() == 2
     assert calls(layers) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("gate_layer", range(L_FP + 1, LAYERS + 1))
+def test_layers_below_a_gate_that_reads_further_up_run_twice(layers, gate_layer):
+    """The base's pass gives the gate its features and closed tokens their x."""
+    read = []
+
+    def closes(x):
+        read.append(x)
+        return torch.tensor([True, False, True]).view(1, 3, 1)
+
+    own = OwnInput(L_FP, torch.full((1, 3, 1), 100.0))
+    (x, x_up), closed = run_gated(layers, streams(), gate_layer, L_FP, closes, own)
+    assert [stream.unique().item() for stream in read] == [gate_layer]
+    assert x.flatten().tolist() == [4, 124, 4] and closed.sum() == 2
+    assert x_up.unique().item() == LAYERS
+    assert calls(layers) == [1, 1] + [2] * (gate_layer - L_FP) + [1] * (LAYERS - gate_layer)
 
 
 @pytest.mark.parametrize("gate_layer", range(LAYERS + 1))

@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from pipeline.config.method import Method
+from pipeline.config.method import Method, starts_from_expansion
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, load_new_tokens, open_base
 from pipeline.parallel.cross_entropy import greedy_choices_
@@ -84,6 +84,8 @@ class Case:
         base = extended(open_base(path)) if self.new_tokens else open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
+            if starts_from_expansion(settings):
+                return widened(base, settings, tp=tp, noise=0.05, precision=self.precision)
             model = started(base, settings, tp, self.precision)
             shake(model, 0.05)
             if self.uses_kl and not model.keeps_base:
@@ -196,11 +198,13 @@ EXTENDED = [
     for method in ("preserve", "route", "fft", "lora")
 ]
 OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
+OWN_OF_LORA = {"rank": 4, "alpha": 6, "own_rows": {"min_count": 1}, "own_gains": True}
 OWN_WEIGHTS = [
     Case("llama", "preserve", {"own_first_layer": 1, **OWN}),
     Case("llama tied", "adapt", {**BOTH, **OWN}, uses_kl=True, documents=True),
     Case("qwen3", "preserve", {"own_first_layer": 1, **OWN}, uses_kl=True, sequence_parallel=True),
     Case("neox", "adapt", {**BOTH, **OWN}, "all", uses_kl=True, sequence_parallel=True),
+    Case("llama tied", "lora", OWN_OF_LORA, uses_kl=True, sequence_parallel=True),
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.

@@ -147,6 +147,9 @@ def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     assert "mixture of experts" in vllm_model.unsupported_reason(config, 1, False)
     config.mixture, config.own_first_layer = None, 1
     assert "open tokens' own weights" in vllm_model.unsupported_reason(config, 1, False)
+    config.own_first_layer, config.gate_layer, config.l_fp = None, 2, 1
+    config.gate_features = "token"
+    assert "run twice" in vllm_model.unsupported_reason(config, 1, False)
 
 
 @torch.no_grad()

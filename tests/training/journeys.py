@@ -83,7 +83,7 @@ class Journey(NamedTuple):
             )  # its blocks do not fit this base's FFN
             or (self.sequence_parallel and self.layout.tp_size == 1)
             or (self.norm == "base" and not is_scale)
-            or (self.own_weights and self.method not in ("preserve", "adapt"))
+            or (self.own_weights and self.method not in ("preserve", "adapt", "lora"))
         )
 
     @property
@@ -98,6 +98,9 @@ class Journey(NamedTuple):
             method["norm"] = self.norm
         if self.own_weights:
             method |= OWN_WEIGHTS
+            if self.method == "lora":
+                # Its own weights of low rank are its adapters.
+                del method["low_rank"]
             if not self.vocabulary:
                 method |= OWN_ROWS
             if self.method == "preserve":
@@ -163,6 +166,7 @@ JOURNEYS = [
     Journey("freeze",    2, TP2,     True,  "nll", "bf16", True,  "all",  True,  "separate",  "muon"),
     Journey("lora",      1, DP2_TP2, False, "nll", "fp8",  False, "all",  True,  "separate",  "adamw"),
     Journey("lora",      3, TP2,     False, "nll", "bf16", True,  "none", True,  "separate",  "muon"),
+    Journey("lora",      3, DP2_TP2, False, "kl",  "bf16", False, "all",  True,  "separate",  "muon", True),
     Journey("llama_pro", 2, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate",  "adamw"),
     Journey("llama_pro", 3, TP2,     True,  "nll", "bf16", False, "none", True,  "separate",  "muon"),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import yaml
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
@@ -106,7 +106,7 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
     """A run that is ready to train: its configuration, and its initial expansion."""
     path = write_config(run, tokens, **changes)
     config = load_config(path)
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         base = open_base(config.base)
         own_tokens = own_tokens_of(
             config,

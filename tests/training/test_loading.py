@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -19,11 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.run import load_config
 from pipeline.files import file_hash
-from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.base_folder import INDEX_FILE, BaseFolder
 from pipeline.parallel.sharding import full_shape_of, held_values
 from pipeline.parallel.topology import ProcessGroups
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, start_deepspeed, write_config
+from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
 
 MIB = 2**20
 
@@ -134,3 +137,66 @@ def test_under_zero_1_and_2_no_weight_is_made_in_host_memory(tokens, tmp_path):
 def test_what_is_replaced_exists():
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
     assert "self._zero_init_param(param)" in inspect.getsource(deepspeed.zero.Init)
+
+
+def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int, int]:
+    """Trains; the exit code, how many elements DeepSpeed broadcast, and how many train."""
+    start_deepspeed()
+    from pipeline.training import deepspeed_internals, trainer
+
+    sent: list[int] = []
+    engines: list[trainer.Engine] = []
+    broadcast = deepspeed.comm.broadcast
+
+    def counted(tensor: torch.Tensor, *arguments: object, **named: object) -> None:
+        sent.append(tensor.numel() * tensor.element_size() // 4)  # they are sent as bytes of fp32
+        broadcast(tensor, *arguments, **named)
+
+    def remembered(*arguments: object) -> trainer.Engine:
+        engines.append(Engine(*arguments))
+        return engines[-1]
+
+    Engine = trainer.Engine  # noqa: N806
+    kept = nullcontext if all_parameters else deepspeed_internals.frozen_kept_as_read
+    with (
+        patch.object(deepspeed.comm, "broadcast", counted),
+        patch.object(trainer, "Engine", remembered),
+        patch.object(deepspeed_internals, "frozen_kept_as_read", kept),
+    ):
+        code = train(config)
+    marked = [one for one in engines[0].model.parameters() if hasattr(one, "ds_optim_param")]
+    assert not marked
+    trained = [one.numel() for one in engines[0].model.parameters() if one.requires_grad]
+    return code, sum(sent), sum(trained)
+
+
+def train_on_a_damaged_copy(config: Path) -> int:
+    """Trains where rank 1 reads another base than rank 0, by the last bit of one weight."""
+    read = BaseFolder.read
+
+    def damaged(base: BaseFolder, name: str, *arguments: Any, **named: Any) -> torch.Tensor:
+        values = read(base, name, *arguments, **named)
+        if dist.get_rank() == 1 and name == "layers.2.ffn.up.base.weight":
+            values[3, 4] = torch.nextafter(values[3, 4], torch.tensor(9.0))
+        return values
+
+    with patch.object(BaseFolder, "read", damaged):
+        return train(config)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_only_what_trains_is_broadcast_and_a_base_that_differs_is_refused(tokens, tmp_path, zero):
+    configs = [make_run(tmp_path / name, tokens, zero=zero) for name in ("kept", "sent", "other")]
+    jobs = [
+        partial(broadcast_elements, configs[0], all_parameters=False),
+        partial(broadcast_elements, configs[1], all_parameters=True),
+        partial(train_on_a_damaged_copy, configs[2]),
+    ]
+    first, second = run_ranks(in_turn, 2, jobs)
+    for ours, as_deepspeed, _ in (first, second):
+        code, sent, trained = ours
+        assert code == 0 and sent == trained > 0
+        assert as_deepspeed[0] == 0 and as_deepspeed[1] > 2 * trained
+    assert metrics(tmp_path / "kept") == metrics(tmp_path / "sent")
+    assert first[2] == "exit 1"
+    assert second[2].startswith("BaseModelError: rank 1 on ")

@@ -14,7 +14,8 @@ from pipeline.data.sources.records import Document, SpecialTokens
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.text_hashes import hash_of_letters
 from pipeline.data.tokenize.unit_records import UnitPart
-from pipeline.data.tokenizer.load import Encoded, Encoder, Tokenizer, agree, joined
+from pipeline.data.tokenizer.encoders import Encoded, Encoder, agree, joined
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import cached_speller
 from pipeline.errors import DataError
 

@@ -20,7 +20,10 @@ import orjson
 from pipeline import log
 from pipeline.config.data import CHAT_DATE
 from pipeline.data.sources.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
-from pipeline.data.tokenizer.load import HuggingFaceEncoder, json_beside, json_file, load_tokenizer
+from pipeline.data.tokenizer.document_end import json_beside
+from pipeline.data.tokenizer.encoders import HuggingFaceEncoder
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.tokenizer_file import json_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
 

@@ -3,9 +3,6 @@
 A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor
 puts before a text (a BOS, or nothing), and an end-of-document token. Every corpus manifest records
 both.
-
-The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own
-models. The fast encoder, `gigatoken`, is used only while it agrees with the former.
 """
 
 from __future__ import annotations
@@ -13,159 +10,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
-import gigatoken
-import numpy as np
 import numpy.typing as npt
 import orjson
 import tokenizers
 
 from pipeline import log
 from pipeline.data.corpus.manifest import TokenizerRecord
-from pipeline.data.tokenizer.sentencepiece_model import (
-    MODEL_FILES,
-    SUFFIX,
-    SentencePieceModel,
-    read_model,
+from pipeline.data.tokenizer.document_end import document_end, json_beside, spelling_of
+from pipeline.data.tokenizer.encoders import (
+    GigatokenEncoder,
+    HuggingFaceEncoder,
+    Reference,
+    SentencePieceEncoder,
+    fast_encoder,
 )
+from pipeline.data.tokenizer.sentencepiece_model import SUFFIX, SentencePieceModel, read_model
+from pipeline.data.tokenizer.tokenizer_file import fingerprint_of, tokenizer_file, without_dropout
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_bytes, read_object
 
-# For a tokenizer.json alone, which does not say which of its special tokens ends a text.
-_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
-# What the fast encoder must get right before it is used: scripts, spaces, digits, emoji, controls.
-_TEST_TEXTS = (
-    "The quick brown fox can't jump over 12,345 lazy dogs.",
-    "  leading spaces,\ttabs,\r\nline ends\n\n\n and trailing ones  ",
-    "한국어 문장입니다. 정말 재미있어요ㅋㅋㅋ!! 2024년 3월",
-    "日本語と中文、Русский, العربية, हिन्दी, e\u0301 café",
-    "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
-    "<s> </s> <unk> <|endoftext|>",
-)
-_EXPECTED = (
-    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that "
-    "has one of them; transformers writes one of other files: "
-    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-)
 # Classes of transformers that put nothing before a text, although their models may have a BOS.
 _CLASSES_WITHOUT_START = ("T5Tokenizer", "GPTSw3Tokenizer")
 # Texts that are encoded at a time.
 _BATCH = 256
-# Entries of a tokenizer.json that do not decide the ids.
-_UNDECISIVE = ("version", "truncation", "padding")
-TOKENIZER_FILE = "tokenizer.json"
-# The first of them that a folder has is read.
-_FILES = (TOKENIZER_FILE, *MODEL_FILES)
 _logger = log.get_logger(__name__)
-
-
-class Encoded(NamedTuple):
-    """The ids of several texts, joined.
-
-    `ids`: uint32 [sum of lengths]; `lengths`: int64 [texts].
-    """
-
-    ids: npt.NDArray[np.uint32]
-    lengths: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class HuggingFaceEncoder:
-    """The reference: the `tokenizers` library."""
-
-    library: tokenizers.Tokenizer
-    name = "tokenizers"
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        with faults_of_library("the tokenizer cannot encode a text", DataError):
-            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return joined([encoding.ids for encoding in encodings])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
-        return str(self.library.decode(list(ids), skip_special_tokens=False))
-
-
-@dataclass(frozen=True)
-class SentencePieceEncoder:
-    """The reference of SentencePiece's own models: the library `sentencepiece`.
-
-    Where a text spells a control piece such as `<s>`, it is cut as any other text.
-    """
-
-    model: SentencePieceModel
-    name = "sentencepiece"
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        with faults_of_library("the tokenizer cannot encode a text", DataError):
-            ids: list[list[int]] = self.model.processor.encode(list(texts))
-        return joined(ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, with the control tokens' spellings, which the library leaves out."""
-        processor = self.model.processor
-        parts: list[str] = []
-        with faults_of_library("the tokenizer cannot decode ids", DataError):
-            for is_control, run in groupby(map(int, ids), processor.is_control):
-                numbers = list(run)
-                if is_control:
-                    parts += processor.id_to_piece(numbers)
-                else:
-                    parts.append(processor.decode(numbers))
-        return "".join(parts)
-
-
-class GigatokenEncoder:
-    """The fast encoder of a `tokenizer.json`.
-
-    It caches every word it meets, so it is created anew after a fixed amount of text to bound its
-    memory.
-    """
-
-    name = "gigatoken"
-    characters_between_renewals = 256 * 2**20
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._library = gigatoken.Tokenizer.from_json(content)
-        self._characters = 0
-
-    def encode(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Encoded:
-        """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves encoding them again."""
-        characters = sum(map(len, texts))
-        # A new encoder begins with an empty cache.
-        if self._characters + characters > self.characters_between_renewals:
-            self._library = gigatoken.Tokenizer.from_json(self._content)
-            self._characters = 0
-        self._characters += characters
-        # Workers are processes, one for each core: threads would compete with them.
-        inputs = list(texts if utf8 is None else utf8)
-        layout: Any = self._library.encode_batch(inputs, parallel=False).layout
-        return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
-
-
-Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
-Encoder = Union[Reference, GigatokenEncoder]
-
-
-def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
-    """Whether two encoders produce the same ids for each of `texts`."""
-    ours = first.encode(texts)
-    theirs = second.encode(texts)
-    return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
-
-
-def joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    """The ids of several texts, one text behind the other."""
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    in_a_row = chain.from_iterable(ids)
-    return Encoded(np.fromiter(in_a_row, dtype=np.uint32, count=int(lengths.sum())), lengths)
 
 
 @dataclass(frozen=True)
@@ -253,9 +128,9 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         fingerprint=fingerprint,
         vocab_size=vocab_size,
         document_start=start,
-        document_end=_document_end(file, library.token_to_id, vocab_size, end_of_document, own_end),
+        document_end=document_end(file, library.token_to_id, vocab_size, end_of_document, own_end),
         reference=reference,
-        fast=_fast_encoder(content, reference),
+        fast=fast_encoder(content, reference),
     )
 
 
@@ -308,7 +183,7 @@ def _sentencepiece_tokenizer(model: SentencePieceModel, end_of_document: str | N
         fingerprint="sentencepiece:" + hashlib.sha256(described_frame).hexdigest(),
         vocab_size=vocab_size,
         document_start=start,
-        document_end=_document_end(model.path, model.id_of, vocab_size, end_of_document, own_end),
+        document_end=document_end(model.path, model.id_of, vocab_size, end_of_document, own_end),
         reference=SentencePieceEncoder(model),
         fast=None,
     )
@@ -352,179 +227,3 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
     """The tokenizer of a job, read once."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
     return load_tokenizer(path, end_of_document=end_of_document)
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at `path`.
-
-    Raises:
-        DataError: where there is none.
-    """
-    files = [path]
-    if path.is_dir():
-        files = [path / name for name in _FILES]
-    for file in files:
-        if file.is_file():
-            return file
-    raise DataError(f"{files[0]}: no such tokenizer; {_EXPECTED}")
-
-
-def has_tokenizer_file(folder: Path) -> bool:
-    """Whether the folder has a tokenizer that `load_tokenizer` reads, damaged or not."""
-    return any((folder / name).is_file() for name in _FILES)
-
-
-def json_file(path: Path) -> Path:
-    """The tokenizer.json of the tokenizer at `path`.
-
-    Raises:
-        DataError: where there is none; the message says what to do.
-    """
-    file = tokenizer_file(path)
-    if file.suffix == SUFFIX:
-        written = file.with_name(TOKENIZER_FILE)
-        raise DataError(
-            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how "
-            f"its ids compare on your texts: scale-cpt tokenizer --convert {file} --output "
-            f"{written} --report-on FILE…"
-        )
-    return file
-
-
-def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEncoder | None:
-    """The fast encoder for the tokenizer.json `content`.
-
-    None if it is unsupported or fails on a test text.
-    """
-    try:
-        with faults_of_library("gigatoken does not support this tokenizer", DataError):
-            encoder = GigatokenEncoder(content)
-            if all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
-                return encoder
-    except DataError as error:
-        _logger.info("%s: %s encodes", error, reference.name)
-    else:
-        _logger.warning(
-            "gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name
-        )
-    return None
-
-
-def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The contents of a tokenizer.json with BPE dropout switched off.
-
-    None where there is none to switch off.
-
-    Dropout, a means against overfitting, leaves out merges at random: the same text gets other
-    tokens each time.
-    """
-    model = described.get("model")
-    if not isinstance(model, dict) or not model.get("dropout"):
-        return None
-    return {**described, "model": {**model, "dropout": None}}
-
-
-def fingerprint_of(described: dict[str, Any]) -> str:
-    """A hash of what decides the ids.
-
-    Truncation, padding, and which of two spellings merges have are left out.
-    """
-    canonical = dict(described)
-    for key in _UNDECISIVE:
-        canonical.pop(key, None)
-    # Merges are pairs since version 0.20 of `tokenizers`, and were strings before.
-    model = dict(canonical.get("model", {}))
-    if "merges" in model:
-        pairs: list[Any] = []
-        for merge in model["merges"]:
-            # A space cannot be in a token of a merge that is a string: byte-level BPE spells it Ġ,
-            # others ▁.
-            pairs.append(merge.split(" ") if isinstance(merge, str) else merge)
-        model["merges"] = pairs
-    canonical["model"] = model
-    text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return "tokenizers:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _document_end(
-    file: Path,
-    id_of: Callable[[str], int | None],
-    vocab_size: int,
-    wanted: str | None,
-    own_end: tuple[int, ...],
-) -> tuple[int, ...]:
-    """The ids that end a document.
-
-    They are what the user wants, the tokenizer's own, the folder's, or a well-known token.
-
-    Raises:
-        DataError: there is none, or the tokenizer does not have the one that is named.
-    """
-    if wanted is not None:
-        found = id_of(wanted)
-        if found is None:
-            raise DataError(
-                f"{file}: has no token {wanted!r} to end documents with; name one of its own"
-            )
-        return (found,)
-    if own_end:
-        return own_end
-    named = spelling_of(json_beside(file, "tokenizer_config.json").get("eos_token"))
-    if named is not None:
-        found = id_of(named)
-        if found is None:
-            raise DataError(
-                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the "
-                f"tokenizer, found {named!r}, which it does not have; correct it, or name one with "
-                "--end-of-document"
-            )
-        return (found,)
-    # In this order, because transformers' `generate` stops at the former's.
-    for name in ("generation_config.json", "config.json"):
-        found = _end_in(file.with_name(name), vocab_size)
-        if found is not None:
-            return (found,)
-    # A tokenizer.json alone, whose vocabulary is all that it says.
-    for candidate in _KNOWN_ENDS:
-        found = id_of(candidate)
-        if found is not None:
-            return (found,)
-    raise DataError(
-        f"{file}: does not say which token ends a document; name it with --end-of-document"
-    )
-
-
-def _end_in(file: Path, vocab_size: int) -> int | None:
-    """The `eos_token_id` in a file beside the tokenizer, of several the first.
-
-    None if it has none.
-
-    Raises:
-        DataError: it is beyond the vocabulary.
-    """
-    found = json_beside(file, file.name).get("eos_token_id")
-    if isinstance(found, list) and found:
-        found = found[0]
-    if not isinstance(found, int) or found < 0:
-        return None
-    if found >= vocab_size:
-        raise DataError(
-            f"{file}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found "
-            f"{found}; correct it, or name the token with --end-of-document"
-        )
-    return found
-
-
-def spelling_of(token: object) -> str | None:
-    """The spelling of a special token in a tokenizer_config.json, which has text or an object."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
-    try:
-        return read_object(file.with_name(name), DataError)
-    except FileNotFoundError:
-        return {}

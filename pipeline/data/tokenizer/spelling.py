@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.sources.records import SpecialTokens
-from pipeline.data.tokenizer.extension.bpe import byte_tokens
-from pipeline.data.tokenizer.load import (
+from pipeline.data.tokenizer.encoders import (
     Encoded,
     Encoder,
     GigatokenEncoder,
     HuggingFaceEncoder,
     SentencePieceEncoder,
-    Tokenizer,
 )
+from pipeline.data.tokenizer.extension.bpe import byte_tokens
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
 from pipeline.files import read_object
 

@@ -24,7 +24,9 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
 
     From layer `own_first_layer` on (None: nowhere) tokens that the gate opens read weights of their
     own, differences from the base's: `own_rows` rows of the embedding and of the output (0: none),
-    gains of norms (`own_gains`), and linear maps of rank `own_rank` (None: none).
+    gains of norms (`own_gains`), and linear maps of rank `own_rank` (None: none), which count
+    `own_scale` times, of those maps that `own_maps` names (None: all). A model trained by LoRA has
+    these alone: its expansion has the size 0.
     """
 
     model_type = "scale"
@@ -83,6 +85,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     own_rows: int = 0
     own_gains: bool = False
     own_rank: int | None = None
+    own_scale: float = 1.0
+    own_maps: list[str] | tuple[str, ...] | None = None
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:
@@ -111,11 +115,31 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         """Whether norms of `layer` have gains for open tokens; `num_hidden_layers`: the last."""
         return self.own_gains and self.own_first_layer is not None and layer >= self.own_first_layer
 
-    def own_rank_of(self, layer: int) -> int | None:
-        """The rank of what open tokens add to the linear maps of `layer`; None: nothing."""
+    def own_rank_of(self, layer: int, name: str) -> int | None:
+        """The rank of what open tokens add to the linear map `name` of `layer`; None: nothing."""
         if self.own_first_layer is None or layer < self.own_first_layer:
             return None
+        if self.own_maps is not None and name not in self.own_maps:
+            return None
         return self.own_rank
+
+    @property
+    def first_changed_layer(self) -> int:
+        """The first layer in which x may differ from the base's; on Route's preserved path it does
+        not.
+        """
+        if self.own_first_layer is None:
+            return self.l_fp
+        return min(self.l_fp, self.own_first_layer)
+
+    @property
+    def runs_twice_below_gate(self) -> bool:
+        """Whether the gate reads above the first changed layer: the base runs beside the model
+        between them.
+        """
+        if self.gate_layer is None or self.routed:
+            return False
+        return self.gate_layer > self.first_changed_layer
 
     def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix; None if they are."""

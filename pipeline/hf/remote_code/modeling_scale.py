@@ -11,8 +11,13 @@ the text is new. A closed token takes no expansion_to_base block and nothing of 
 logits; a routed model gives it the path without those blocks, and an open one the other. Tokens
 that the base does not have (from `base_vocab_size` on) are open, and none follows a closed token.
 
-Open tokens may have weights of their own beside the base's, from layer `own_first_layer` on, at or
-above the gate's: see `scale_streams.py`. Closed tokens and the base alone do not read them.
+Open tokens may have weights of their own beside the base's, from layer `own_first_layer` on: see
+`scale_streams.py`. Closed tokens and the base alone do not read them. A model trained by LoRA has
+these alone, and no x_up.
+
+Where the gate reads above the layer in which x may first differ from the base's, the layers between
+run twice: the base alone, whose x the gate and closed tokens read, and beside it the model as if
+all tokens were open. Each has heads of its own in the cache.
 
 In inference the base runs alone until the gate first opens. Then the text for which it opens is
 computed anew, with the expansion, which from there on runs for all texts of the batch. See
@@ -123,7 +128,7 @@ class ScaleBackbone(nn.Module):
         streams, cache, states = model.hidden_states(*args, **kwargs)
         [path] = streams.paths
         x_up = path.x_up
-        if x_up is None:  # the base ran alone
+        if x_up is None:  # the base ran alone, or the model is not wider
             x_up = path.x.new_zeros(*path.x.shape[:2], model.config.expansion_hidden_size)
         last = torch.cat([path.x, x_up], dim=-1)
         return BaseModelOutputWithPast(
@@ -195,7 +200,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""
         reason = self.config.packing_unsupported_reason()
-        if self.config.routed:
+        if self.config.routed or self.config.runs_twice_below_gate:
             reason = "some layers have two sets of heads"
         if reason is not None:
             raise ValueError(f"continuous batching cannot run this model: {reason}")
@@ -293,7 +298,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         )
         states = None
         if recorded is not None:
-            states = tuple(torch.cat([path.x, path.x_up], dim=-1) for path in recorded.values())
+            states = tuple(_joined(path) for path in recorded.values())
         return streams, past_key_values, states
 
     def streams(
@@ -345,7 +350,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         adapted = normed[-1]
         closed = ~opens[:, kept].to(preserved.x.device)
         x, x_up = choose_path(closed, preserved[:2], adapted[:2])
-        return LastStreams([StreamPath(x, x_up)], closed)
+        return LastStreams([adapted._replace(x=x, x_up=x_up)], closed)
 
     def _run(
         self,
@@ -366,30 +371,49 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 config, paths[0].x, masks, inputs.cache, inputs.positions
             )
         tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
+        # One path that is all masked: the base alone.
+        is_base_alone = paths[0].masked is True
         opens = None
         for index in range(config.num_hidden_layers):
             if recorded is not None and index in recorded:
                 recorded[index] = paths[-1]
             if self.token_gate is not None and index == config.gate_layer:
                 opens = self._opens(paths, inputs) if decided is None else decided
-                if paths[0].x_up is None and opens.any(1).all():
+                if is_base_alone and opens.any(1).all():
                     return paths, opens
-                if not config.routed:
-                    paths = [paths[0]._replace(masked=~opens)]
+                paths = self._behind_gate(paths, opens, is_base_alone)
+            parts_here = index == config.first_changed_layer and opens is None
+            if parts_here and config.runs_twice_below_gate and not is_base_alone:
+                paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
             if self.own_input is not None and index == config.own_first_layer:
-                paths = [self._with_own_input(paths[0], inputs.tokens, self.own_input)]
+                paths[-1] = self._with_own_input(paths[-1], inputs.tokens, self.own_input)
             if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             paths = self._layer_on_paths(index, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
             opens = self._opens(paths, inputs) if decided is None else decided
+            paths = self._behind_gate(paths, opens, is_base_alone)
         return paths, opens
+
+    def _behind_gate(
+        self, paths: list[StreamPath], opens: Tensor, is_base_alone: bool
+    ) -> list[StreamPath]:
+        """The paths from the gate on, of which closed tokens keep the base's x."""
+        if self.config.routed or is_base_alone:
+            return paths
+        base = paths[0]
+        model = paths[-1]
+        # One path, or the base and the model that ran twice below the gate.
+        x = model.x
+        if base is not model:
+            x = torch.where(opens, model.x, base.x)
+        return [StreamPath(x, model.x_up, masked=~opens)]
 
     def _with_own_input(self, path: StreamPath, tokens: Tensor, rows: ScaleOwnInput) -> StreamPath:
         """The path, in whose x open tokens [B, S] have added rows of their own; not where the base
         runs alone.
         """
-        if path.x_up is None:
+        if path.masked is True:
             return path
         difference = rows(tokens)
         # Over several devices, the rows may be on another than the layer before.
@@ -475,7 +499,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         text = TextCache() if cache is None else layer_of(TextCache, cache)
         before = text.opened(inputs.tokens)
         if not text.has_expansion:
-            start = start._replace(x_up=None)
+            start = StreamPath(start.x, None, masked=True)
         [path], opens = self._run([start], inputs)
         assert opens is not None, "`_waits_for_open` has seen a gate"
 
@@ -493,25 +517,26 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         again = again.of(rows, own)
         again_start = self._start(self.embedding(again.tokens))
         [opened], _ = self._run([again_start], again, decided=decided[rows, 0].bool())
-        assert opened.x_up is not None, "it ran with the expansion"
         new = inputs.tokens.shape[1]
-        x = opened.x[:, -new:]
-        x_up = opened.x_up[:, -new:]
+        opened = opened.at(slice(-new, None))
         if cache is not None:
             set_rows(cache, rows, own)
         if rows.all():
-            return [StreamPath(x, x_up, masked=~opens)], opens
+            return [opened._replace(masked=~opens)], opens
+        path.x[rows] = opened.x
         whole_up = path.x_up
-        if whole_up is None:
-            whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)
-        path.x[rows] = x
-        whole_up[rows] = x_up
-        return [path._replace(x_up=whole_up)], opens
+        if opened.x_up is not None:
+            if whole_up is None:
+                whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)
+            whole_up[rows] = opened.x_up
+        return [StreamPath(path.x, whole_up, masked=~opens)], opens
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""
         sizes = [self.config.hidden_size, self.config.expansion_hidden_size]
         x, x_up = embedded.split(sizes, dim=-1)
+        if self.config.expansion_hidden_size == 0:
+            return StreamPath(x, None)
         return StreamPath(x, x_up)
 
     def _opens(self, paths: list[StreamPath], inputs: PassInputs) -> Tensor:
@@ -560,6 +585,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
+
+
+def _joined(path: StreamPath) -> Tensor:
+    """Both streams of a path side by side."""
+    if path.x_up is None:
+        return path.x
+    return torch.cat([path.x, path.x_up], dim=-1)
 
 
 def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -168,13 +168,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         count = len(embedding_rows)
         first = self.config.vocab_size
+        columns = model.embedding.expansion
+        assert columns is not None, "an expansion widens its base"
         # The expansion knows nothing of the tokens of expansions before it: its rows for them are
         # zeros.
-        old_up, new_up = model.embedding.expansion.weight.split(
-            [model.config.base_vocab_size, count]
-        )
+        old_up, new_up = columns.weight.split([model.config.base_vocab_size, count])
         of_others = old_up.new_zeros(first - len(old_up), old_up.shape[1])
-        model.embedding.expansion.weight = _frozen(torch.cat([old_up, of_others, new_up]))
+        columns.weight = _frozen(torch.cat([old_up, of_others, new_up]))
         if self.config.base_vocab_size is None:
             self.config.base_vocab_size = first
         self.config.vocab_size += count
@@ -351,7 +351,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 is_used = used_kept[rows].eq(index).unsqueeze(-1)
                 x[rows] = torch.where(is_used, path_x, x[rows])
                 x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
-                logits = F.linear(x_up, model.output.expansion).float()
+                weight = model.output.expansion
+                assert weight is not None, "an expansion widens its base"
+                logits = F.linear(x_up, weight).float()
                 added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
         return self._with_added(x, added, winner_kept)
 
@@ -492,7 +494,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         part = inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
         if index == BASE:
-            start = start._replace(x_up=None)
+            start = start._replace(x_up=None, masked=True)
         [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 

@@ -22,7 +22,7 @@ from .scale_math import (
     rotate,
     rows_by_expert,
 )
-from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleNorm, StreamPath
+from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleLowRank, ScaleNorm, StreamPath
 
 
 class RotaryAngles(NamedTuple):
@@ -102,17 +102,23 @@ class ScaleAttention(nn.Module):
         kv_heads = self._sizes(config.num_key_value_heads, config.expansion_num_key_value_heads)
         bias = config.query_key_value_bias
         collaborative = config.is_collaborative(layer, "attention")
-        own_rank = config.own_rank_of(layer)
-        self.base_width = heads[0]
-        self.query = ScaleLinear(hidden, heads, bias, collaborative, own_rank)
-        self.key = ScaleLinear(hidden, kv_heads, bias, collaborative, own_rank)
-        self.value = ScaleLinear(hidden, kv_heads, bias, collaborative, own_rank)
+        self.widths = heads
+
+        def linear(
+            name: str, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool
+        ) -> ScaleLinear:
+            adapter = _adapter(config, layer, name, sizes_in[0], sizes_out[0])
+            return ScaleLinear(sizes_in, sizes_out, bias, collaborative, adapter)
+
+        self.query = linear("query", hidden, heads, bias)
+        self.key = linear("key", hidden, kv_heads, bias)
+        self.value = linear("value", hidden, kv_heads, bias)
         self.query_norm: ScaleHeadNorm | None = None
         self.key_norm: ScaleHeadNorm | None = None
         if config.query_key_norm != "none":
             self.query_norm = ScaleHeadNorm(config, layer, heads)
             self.key_norm = ScaleHeadNorm(config, layer, kv_heads)
-        self.output = ScaleLinear(heads, hidden, config.output_bias, collaborative, own_rank)
+        self.output = linear("output", heads, hidden, config.output_bias)
 
     def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
         """The channels of the base's heads and of the expansion's, of which there are `heads` in
@@ -136,14 +142,18 @@ class ScaleAttention(nn.Module):
             key = rotate(key, rotary.cos, rotary.sin)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = self._attend(query, key, value, mask, options).chunk(len(paths), dim=-1)
+        # The base alone, beside another path below the gate, has none of the expansion's heads.
+        widths = []
+        for path in paths:
+            widths.append(self.widths[0] if path.x_up is None else sum(self.widths))
+        attended = self._attend(query, key, value, mask, options).split(widths, dim=-1)
 
         changes = []
         for path, heads in zip(paths, attended, strict=True):
             if path.x_up is None:
                 x, x_up = self.output(heads, None, path.masked)
             else:
-                of_base, of_expansion = heads.tensor_split([self.base_width], dim=-1)
+                of_base, of_expansion = heads.split(self.widths, dim=-1)
                 x, x_up = self.output(of_base, of_expansion, path.masked)
             changes.append(path._replace(x=x, x_up=x_up))
         return changes
@@ -184,6 +194,16 @@ class ScaleAttention(nn.Module):
         return flat
 
 
+def _adapter(
+    config: ScaleConfig, layer: int, name: str, size_in: int, size_out: int
+) -> ScaleLowRank | None:
+    """What open tokens add to the linear map `name` of `layer`; None: nothing."""
+    rank = config.own_rank_of(layer, name)
+    if rank is None:
+        return None
+    return ScaleLowRank(size_in, size_out, rank, config.own_scale)
+
+
 class ScaleFeedForward(nn.Module):
     """The feed-forward network: gated (Llama) or plain (GPT-NeoX)."""
 
@@ -193,13 +213,17 @@ class ScaleFeedForward(nn.Module):
         inner = (config.intermediate_size, config.expansion_intermediate_size)
         bias = config.ffn_bias
         collaborative = config.is_collaborative(layer, "ffn")
-        own_rank = config.own_rank_of(layer)
         self.activation = ACT2FN[config.hidden_act]
+
+        def linear(name: str, sizes_in: tuple[int, int], sizes_out: tuple[int, int]) -> ScaleLinear:
+            adapter = _adapter(config, layer, name, sizes_in[0], sizes_out[0])
+            return ScaleLinear(sizes_in, sizes_out, bias, collaborative, adapter)
+
         self.gate: ScaleLinear | None = None
         if config.gated_ffn:
-            self.gate = ScaleLinear(hidden, inner, bias, collaborative, own_rank)
-        self.up = ScaleLinear(hidden, inner, bias, collaborative, own_rank)
-        self.down = ScaleLinear(inner, hidden, bias, collaborative, own_rank)
+            self.gate = linear("gate", hidden, inner)
+        self.up = linear("up", hidden, inner)
+        self.down = linear("down", inner, hidden)
 
     def forward(self, path: StreamPath) -> StreamPath:
         inner, inner_up = self.up(path.x, path.x_up, path.masked)
@@ -267,10 +291,11 @@ class ScaleMixture(nn.Module):
         self.mixture = config.mixture
         self.activation = ACT2FN[config.hidden_act]
         size = config.hidden_size
-        self.base = self._base_modules(size)
-
-        # The blocks of the expansion; the experts take the place of `base`.
+        self.base = self._base_modules(config, layer)
         up = config.expansion_hidden_size
+        if up == 0:
+            return
+        # The blocks of the expansion; the experts take the place of `base`.
         inner = config.expansion_intermediate_size
         self.gate = _linear_maps(
             base_to_expansion=(size, inner), expansion_to_expansion=(up, inner)
@@ -280,8 +305,9 @@ class ScaleMixture(nn.Module):
         if config.is_collaborative(layer, "ffn"):
             self.down["expansion_to_base"] = nn.Linear(inner, size, bias=False)
 
-    def _base_modules(self, size: int) -> nn.ModuleDict:
-        """The base's router, experts and shared expert, for a stream of `size` channels."""
+    def _base_modules(self, config: ScaleConfig, layer: int) -> nn.ModuleDict:
+        """The base's router, experts and shared expert, with what open tokens add to the last."""
+        size = config.hidden_size
         experts = self.mixture["experts"]
         width = self.mixture["intermediate_size"]
         router = nn.Linear(size, experts, bias=False)
@@ -300,6 +326,11 @@ class ScaleMixture(nn.Module):
             shared["gate"] = _linear_maps(base=(size, shared_width))
             shared["up"] = _linear_maps(base=(size, shared_width))
             shared["down"] = _linear_maps(base=(shared_width, size))
+            for name in ("gate", "up", "down"):
+                sizes = (shared_width, size) if name == "down" else (size, shared_width)
+                adapter = _adapter(config, layer, name, *sizes)
+                if adapter is not None:
+                    shared[name].add_module("adapter", adapter)
             if self.mixture["gated"]:
                 shared.weight = nn.Parameter(torch.empty(1, size))
             base["shared"] = shared
@@ -310,7 +341,7 @@ class ScaleMixture(nn.Module):
         rows = x.flatten(0, 1)
         y = self._experts_sum(rows)
         if "shared" in self.base:
-            y = y + self._shared_expert(rows)
+            y = y + self._shared_expert(rows, masked)
         y = y.view_as(x)
         if x_up is None:
             return path._replace(x=y)
@@ -340,11 +371,21 @@ class ScaleMixture(nn.Module):
         by_token = torch.empty_like(found).index_copy(0, order, found)
         return by_token.unflatten(0, (-1, top_k)).sum(1)
 
-    def _shared_expert(self, x: Tensor) -> Tensor:
+    def _shared_expert(self, x: Tensor, masked: bool | Tensor) -> Tensor:
         """x [N, D] -> [N, D]: the expert that every token takes beside the others."""
         shared: Any = self.base["shared"]
-        inner = self.activation(shared["gate"]["base"](x)) * shared["up"]["base"](x)
-        y: Tensor = shared["down"]["base"](inner)
+        if isinstance(masked, Tensor):
+            masked = masked.flatten(0, 1)
+
+        def mapped(name: str, x: Tensor) -> Tensor:
+            maps = shared[name]
+            y: Tensor = maps["base"](x)
+            if "adapter" in maps and masked is not True:
+                y = masked_sum(y, maps["adapter"](x), masked)
+            return y
+
+        inner = self.activation(mapped("gate", x)) * mapped("up", x)
+        y = mapped("down", inner)
         if self.mixture["gated"]:
             y = F.linear(x, shared.weight).sigmoid() * y
         return y

@@ -6,8 +6,8 @@ Every linear map has four blocks (SCALE, Eq. 1):
     [ Y    ]   [ base               expansion_to_base      ] [ X    ]
     [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
 
-`expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone:
-maps and norms then compute the base's part only.
+`expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone,
+and in a model that is not wider than its base: maps and norms then compute the base's part only.
 
 Tokens that a gate opens may have weights of their own beside the base's (docs/gate.md of
 scale-cpt): an `adapter` of a linear map, an `own` gain of a norm, `own_rows` of the output. Each is
@@ -41,7 +41,8 @@ class StreamPath(NamedTuple):
     """The streams of one path: x [B, S, D], and x_up [B, S, U] or None.
 
     `masked` leaves every expansion_to_base out, and what open tokens have of their own, for all
-    tokens or for those of a mask [B, S, 1].
+    tokens or for those of a mask [B, S, 1]. Where the base runs alone, all is masked, and x_up is
+    None.
     """
 
     x: Tensor
@@ -65,20 +66,21 @@ class StreamPath(NamedTuple):
 
 
 class ScaleLowRank(nn.Module):
-    """B A x, what open tokens add to a linear map: x [..., in] -> [..., out]."""
+    """s B A x, what open tokens add to a linear map: x [..., in] -> [..., out]."""
 
-    def __init__(self, size_in: int, size_out: int, rank: int) -> None:
+    def __init__(self, size_in: int, size_out: int, rank: int, scale: float) -> None:
         super().__init__()
+        self.scale = scale
         self.a = nn.Parameter(torch.empty(rank, size_in))
         self.b = nn.Parameter(torch.empty(size_out, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.a), self.b)
+        return F.linear(F.linear(x, self.a) * self.scale, self.b)
 
 
 class ScaleLinear(nn.Module):
     """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base,
-    expansion) pairs.
+    expansion) pairs; an expansion of size 0 has no blocks.
     """
 
     def __init__(
@@ -87,29 +89,30 @@ class ScaleLinear(nn.Module):
         sizes_out: tuple[int, int],
         bias: bool,
         collaborative: bool,
-        own_rank: int | None = None,
+        adapter: ScaleLowRank | None = None,
     ) -> None:
         super().__init__()
         size_in, up_in = sizes_in
         size_out, up_out = sizes_out
         self.base = nn.Linear(size_in, size_out, bias=bias)
-        self.adapter: nn.Module | None = None
-        if own_rank is not None:
-            self.adapter = ScaleLowRank(size_in, size_out, own_rank)
+        self.adapter = adapter
         self.expansion_to_base: nn.Module | None = None
+        self.base_to_expansion: nn.Module | None = None
+        self.expansion_to_expansion: nn.Module | None = None
         if collaborative:
             self.expansion_to_base = nn.Linear(up_in, size_out, bias=False)
-        self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
-        self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
+        if up_out > 0:
+            self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
+            self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
     ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
-        if x_up is None:
-            return y, None
         if self.adapter is not None and masked is not True:
             y = masked_sum(y, self.adapter(x), masked)
+        if x_up is None or self.base_to_expansion is None or self.expansion_to_expansion is None:
+            return y, None
         if self.expansion_to_base is not None and masked is not True:
             y = masked_sum(y, self.expansion_to_base(x_up), masked)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
@@ -168,20 +171,22 @@ class ScaleNorm(nn.Module):
             self.own = ScaleStreamNorm(
                 config, config.hidden_size, config.norm, normed_size, is_own=True
             )
-        # `normed_size` is about the channels of x, from which the statistics are taken.
-        normed_size = config.normed_size if self.shares_statistics else None
-        self.expansion = ScaleStreamNorm(
-            config, config.expansion_hidden_size, config.norm, normed_size
-        )
+        self.expansion: ScaleStreamNorm | None = None
+        if config.expansion_hidden_size:
+            # `normed_size` is about the channels of x, from which the statistics are taken.
+            normed_size = config.normed_size if self.shares_statistics else None
+            self.expansion = ScaleStreamNorm(
+                config, config.expansion_hidden_size, config.norm, normed_size
+            )
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor = False
     ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
-        if x_up is None:
-            return y, None
         if self.own is not None and masked is not True:
             y = masked_sum(y, self.own(x), masked)
+        if x_up is None or self.expansion is None:
+            return y, None
         if self.shares_statistics:
             return y, self.expansion(x_up, x)
         return y, self.expansion(x_up)
@@ -206,17 +211,17 @@ class ScaleHeadNorm(nn.Module):
             self.own = ScaleStreamNorm(config, size, "rmsnorm", is_own=True)
         # None: the added heads have the base's gains.
         self.expansion: ScaleStreamNorm | None = None
-        if has_own_gains:
+        if has_own_gains and config.expansion_num_attention_heads:
             self.expansion = ScaleStreamNorm(config, size_up, "rmsnorm")
 
     def forward(
         self, heads: Tensor, heads_up: Tensor | None, masked: bool | Tensor
     ) -> tuple[Tensor, Tensor | None]:
         normed = _normed_by_head(self.base, heads)
-        if heads_up is None:
-            return normed, None
         if self.own is not None and masked is not True:
             normed = masked_sum(normed, _normed_by_head(self.own, heads), masked)
+        if heads_up is None:
+            return normed, None
         norm_up = self.base if self.expansion is None else self.expansion
         return normed, _normed_by_head(norm_up, heads_up)
 
@@ -236,11 +241,15 @@ class ScaleEmbedding(nn.Module):
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.base = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+        self.expansion: nn.Embedding | None = None
+        if config.expansion_hidden_size:
+            self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.scale = config.embedding_scale
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
+        embedded: Tensor = self.base(tokens)
+        if self.expansion is not None:
+            embedded = torch.cat([embedded, self.expansion(tokens)], dim=-1)
         if self.scale == 1.0:
             return embedded
         # The factor is rounded to the type of the streams, as transformers does. It is made on
@@ -291,7 +300,10 @@ class ScaleOutput(nn.Module):
         self.softcap = config.output_softcap
         self.set_vocabulary(config)
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+        self.expansion: nn.Parameter | None = None
+        if config.expansion_hidden_size:
+            size = (config.vocab_size, config.expansion_hidden_size)
+            self.expansion = nn.Parameter(torch.empty(size))
         self.own_rows: nn.Parameter | None = None
         if config.own_rows:
             self.own_rows = nn.Parameter(torch.empty(config.own_rows, config.hidden_size))
@@ -302,6 +314,8 @@ class ScaleOutput(nn.Module):
         """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from
         hidden states.
         """
+        if self.expansion is None:
+            return self.base
         return torch.cat([self.base, self.expansion], dim=1)
 
     @property
@@ -333,10 +347,10 @@ class ScaleOutput(nn.Module):
             z = torch.where(is_preserved, (z_p + z) / 2, z)
             if x_up is not None and preserved.x_up is not None:
                 x_up = torch.where(is_preserved, preserved.x_up, x_up)
-        if x_up is not None:
+        if x_up is not None and self.expansion is not None:
             z = z + F.linear(x_up, self.expansion)
-            if self.own_rows is not None:
-                z = z + self._own_logits(adapted.x, self.own_rows, closed)
+        if self.own_rows is not None and adapted.masked is not True:
+            z = z + self._own_logits(adapted.x, self.own_rows, closed)
         z = soft_capped(z, self.softcap)
         if closed is not None and self.is_gated_vocabulary:
             z = without_new_tokens(z, closed, self.base_columns)

@@ -25,7 +25,7 @@ from pipeline.data.tokenize import unit_documents
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
-from pipeline.data.tokenizer.load import Encoded, GigatokenEncoder
+from pipeline.data.tokenizer.encoders import Encoded, GigatokenEncoder
 from pipeline.errors import TRANSIENT_FAULT, DataError
 from pipeline.files import file_hash, held_bytes
 from tests.data.helpers import (

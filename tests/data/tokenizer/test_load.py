@@ -10,7 +10,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pipeline.data.tokenizer.load import Encoder, agree, load_tokenizer
+from pipeline.data.tokenizer.encoders import Encoder, agree
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
 from studies.harness.random_base import train_tokenizer
 from tests.data.helpers import STORIES260K, documents

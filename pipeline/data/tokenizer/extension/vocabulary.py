@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import AliasChoices, BaseModel, Field
 
+from pipeline.data.tokenizer.document_end import json_beside
 from pipeline.data.tokenizer.extension.bpe import BpeTokens, merge_pairs, read_bpe_tokens
 from pipeline.data.tokenizer.extension.merges import (
     ROW_BITS,
@@ -27,14 +28,8 @@ from pipeline.data.tokenizer.extension.merges import (
     learn_merges,
     row_pattern,
 )
-from pipeline.data.tokenizer.load import (
-    Tokenizer,
-    batches,
-    fingerprint_of,
-    json_beside,
-    json_file,
-    load_tokenizer,
-)
+from pipeline.data.tokenizer.load import Tokenizer, batches, load_tokenizer
+from pipeline.data.tokenizer.tokenizer_file import fingerprint_of, json_file
 from pipeline.errors import DataError
 from pipeline.files import (
     FolderKind,

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.tokenize.documents import texts
+from pipeline.data.tokenizer.encoders import agree
 from pipeline.data.tokenizer.extension.merges import (
     ROW_BITS,
     foreign_character_rows,
@@ -29,7 +30,7 @@ from pipeline.data.tokenizer.extension.vocabulary import (
     read_vocabulary,
     write_extension,
 )
-from pipeline.data.tokenizer.load import Tokenizer, agree, load_tokenizer
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, write_jsonl
 from tests.programs import scale_cpt

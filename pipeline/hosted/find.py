@@ -1,0 +1,89 @@
+"""Finds the structure of a hosted base: its layers, their mixers and FFNs, and what each reads.
+
+The structure is found on a tiny twin by experiments. Then its names are looked up in the real
+model, built without memory.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pipeline.errors import faults_of_library
+from pipeline.hosted.documents import find_separation
+from pipeline.hosted.layers import find_layers
+from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError
+from pipeline.hosted.twin import build_twin, model_class_of
+
+
+def find_structure(config: PretrainedConfig) -> HostedStructure:
+    """The structure of the model that transformers builds from `config`, found on its tiny twin.
+
+    Raises:
+        UnsupportedStructureError: it cannot be hosted; the message says why, with the figure.
+    """
+    twin = build_twin(config)
+    with torch.random.fork_rng(devices=[]):
+        layer_list, layers = find_layers(twin)
+        documents = find_separation(twin)
+    names = {module: name for name, module in twin.named_modules()}
+    own_config = model_class_of(config)[1]
+    structure = HostedStructure(
+        model_type=config.model_type,
+        model_class=type(twin).__name__,
+        hidden_size=own_config.get_text_config().hidden_size,
+        layer_list=layer_list,
+        layers=layers,
+        embedding=names[twin.get_input_embeddings()],
+        output=names[twin.get_output_embeddings()],
+        documents=documents,
+    )
+    check_names(structure, twin, build_without_memory(config))
+    return structure
+
+
+def build_without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    """The real model on the meta device.
+
+    Raises:
+        UnsupportedStructureError: transformers refuses the configuration.
+    """
+    model_class, own_config = model_class_of(config)
+    what = f"model_type {config.model_type!r}: transformers cannot build it"
+    with faults_of_library(what, UnsupportedStructureError), torch.device("meta"):
+        return model_class(own_config)
+
+
+def check_names(structure: HostedStructure, twin: nn.Module, model: nn.Module) -> None:
+    """Checks that the real model has the twin's decoder: the same modules of the same classes.
+
+    Numbers of experts may differ.
+
+    Raises:
+        UnsupportedStructureError: it has others.
+    """
+    expected = _module_classes(twin.get_submodule(structure.layer_list))
+    try:
+        found = _module_classes(model.get_submodule(structure.layer_list))
+    except AttributeError:
+        found = {}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise UnsupportedStructureError(
+                f"{structure.model_class}: {structure.layer_list}.{name} is "
+                f"{found.get(name, 'absent')} in the model, and {expected.get(name, 'absent')} in "
+                "the small one on which its structure was found"
+            )
+
+
+def _module_classes(layers: nn.Module) -> dict[str, str]:
+    """The class of each module by its name, with one name for all experts of a list."""
+    classes: dict[str, str] = {}
+    for name, module in layers.named_modules():
+        layer, _, within = name.partition(".")
+        within = re.sub(r"\.\d+(?=\.|$)", ".*", within)
+        classes[f"{layer}.{within}"] = type(module).__name__
+    return classes

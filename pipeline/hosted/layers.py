@@ -1,0 +1,373 @@
+"""The decoder layers of a twin and their blocks, found by experiments.
+
+In this order: branch or residual, mixer or FFN, keys shared with another layer, what reads what,
+additivity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipeline.errors import faults_of_library
+from pipeline.hosted import probes
+from pipeline.hosted.calls import HIDDEN_STATES, Call, Calls, called_children, matrices, record
+from pipeline.hosted.probes import Batch
+from pipeline.hosted.structure import (
+    BlockKind,
+    HostedBlock,
+    HostedLayer,
+    UnsupportedStructureError,
+)
+from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN
+
+SMALLEST_SHARE = 0.6
+"""The least part of the matrices that run for text, embedding and output apart, which blocks
+hold."""
+SMALLEST_ADDITIVITY = 0.2
+"""Below, an addition to a block's output goes through a map of the base before it reaches the
+stream."""
+_BATCH = Batch(rows=2, length=12)
+
+
+@dataclass
+class _Found:
+    """A block that is being found: the call whose input is read, the one whose output is added to,
+    and what the blocks' record says."""
+
+    entry: Call
+    end: Call
+    kind: BlockKind
+    within_residual: bool = False  # inside a module with a residual connection of its own
+    shares_keys: bool = False
+    reads: tuple[int, ...] = ()
+    additivity: float = 1.0
+
+
+@dataclass
+class _Walk:
+    """What a walk through the modules of a layer collects."""
+
+    blocks: list[_Found] = field(default_factory=list)
+    linear_maps: list[Call] = field(default_factory=list)  # outside of all blocks
+
+
+def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
+    """The name of the list of layers, and the layers with their blocks.
+
+    Raises:
+        UnsupportedStructureError: they cannot be hosted.
+    """
+    ids = torch.arange(_BATCH.tokens).view(_BATCH.rows, _BATCH.length) * 5
+    inputs = {"input_ids": ids % (FIRST_SPECIAL_TOKEN - 20) + 20, "use_cache": False}
+    what = f"{type(twin).__name__} does not run on text alone"
+    with faults_of_library(what, UnsupportedStructureError):
+        calls = record(twin, inputs)
+    layer_list, called = _layer_list(twin, calls)
+    names = {module: name for name, module in twin.named_modules()}
+    width = _checked_width(twin, called, calls)
+
+    found: list[list[_Found]] = []
+    for layer in called.values():
+        walk = _Walk()
+        _walk(layer, calls, width, names, walk)
+        _add_bare_ffn(walk, width)
+        if not walk.blocks:
+            raise UnsupportedStructureError(
+                f"{names[layer]} ({type(layer).__name__}): neither a token mixer nor an FFN found"
+            )
+        found.append(sorted(walk.blocks, key=lambda block: block.entry.place))
+    _find_shared_keys(twin, inputs, calls, found)
+    for index, (layer, blocks) in enumerate(zip(called.values(), found, strict=True)):
+        _find_reach(calls[layer][0], blocks, names)
+        found[index] = _without_gates(blocks)
+    _check_blocks(twin, calls, found, names)
+
+    layers: list[HostedLayer] = []
+    for (index, layer), blocks in zip(called.items(), found, strict=True):
+        records = tuple(_record(block, names, f"{layer_list}.{index}.") for block in blocks)
+        layers.append(HostedLayer(index, type(layer).__name__, records))
+    return layer_list, _with_least_additivity(layers)
+
+
+def _with_least_additivity(layers: list[HostedLayer]) -> tuple[HostedLayer, ...]:
+    """Gives layers that are alike in all but additivity the least of it, so that they are equal."""
+    least: dict[HostedLayer, list[float]] = {}
+    for layer in layers:
+        found = [block.additivity for block in layer.blocks]
+        kind = _without_additivity(layer)
+        before = least.setdefault(kind, found)
+        least[kind] = [min(pair) for pair in zip(before, found, strict=True)]
+    equal: list[HostedLayer] = []
+    for layer in layers:
+        blocks: list[HostedBlock] = []
+        for block, additivity in zip(layer.blocks, least[_without_additivity(layer)], strict=True):
+            blocks.append(replace(block, additivity=additivity))
+        equal.append(replace(layer, blocks=tuple(blocks)))
+    return tuple(equal)
+
+
+def _without_additivity(layer: HostedLayer) -> HostedLayer:
+    """What layers of one kind have in common."""
+    blocks = tuple(replace(block, additivity=0.0) for block in layer.blocks)
+    return replace(layer, index=0, blocks=blocks)
+
+
+def _layer_list(twin: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module]]:
+    """The name of the list that holds the decoder's layers, and its called layers by index.
+
+    Its modules give what they get, in shape; of several such lists it is the one with most
+    parameters.
+
+    Raises:
+        UnsupportedStructureError: there is none, or a layer is called several times.
+    """
+    best: tuple[str, dict[int, nn.Module]] | None = None
+    most = 0
+    for name, modules in twin.named_modules():
+        if not isinstance(modules, nn.ModuleList):
+            continue
+        called = {index: layer for index, layer in enumerate(modules) if layer in calls}
+        if not called or 2 * len(called) <= len(modules):
+            continue
+        size = sum(parameter.numel() for parameter in modules.parameters())
+        if size > most and all(_keeps_shape(calls[layer][0]) for layer in called.values()):
+            best = (name, called)
+            most = size
+    if best is None:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: no list of decoder layers, each of which gives a tensor of "
+            "the shape that it gets"
+        )
+    times = max(len(calls[layer]) for layer in best[1].values())
+    if times > 1:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: its layers are called {times} times in one forward pass"
+        )
+    return best
+
+
+def _keeps_shape(call: Call) -> bool:
+    hidden: Any = call.args[0] if call.args else call.kwargs.get(HIDDEN_STATES)
+    output = call.output
+    if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
+        return False
+    return hidden.shape == output.shape and output.dim() >= 3
+
+
+def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls: Calls) -> int:
+    """The width of the blocks' inputs and outputs in the twin.
+
+    Raises:
+        UnsupportedStructureError: layers run on other positions than the text's.
+    """
+    stream = calls[next(iter(called.values()))][0].output
+    text = (_BATCH.rows, _BATCH.length)
+    shapes = [tuple(stream.shape[at : at + 2]) for at in range(stream.dim() - 2)]
+    if text not in shapes:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: its layers run on {list(stream.shape)} for a text of "
+            f"{list(text)}: on other positions than the text's"
+        )
+    return int(twin.config.get_text_config().hidden_size)
+
+
+def _walk(
+    module: nn.Module,
+    calls: Calls,
+    width: int,
+    names: Mapping[nn.Module, str],
+    walk: _Walk,
+    within_residual: bool = False,
+) -> None:
+    """Collects the blocks within `module`. One that holds a residual connection is entered.
+
+    Raises:
+        UnsupportedStructureError: a block is called several times, or is not causal.
+    """
+    for child in called_children(module, calls):
+        if not matrices(child):
+            continue
+        call = calls[child][0]
+        if not _treats_tokens(call):
+            _walk(child, calls, width, names, walk, within_residual)
+            continue
+        if len(matrices(child)) >= 2 and call.output.shape[-1] == width:
+            kind = _kind(child, calls, names)
+            if kind is None:
+                _walk(child, calls, width, names, walk, within_residual=True)
+            else:
+                walk.blocks.append(_Found(call, call, kind, within_residual))
+        elif any(True for _ in child.children()):
+            _walk(child, calls, width, names, walk, within_residual)
+        else:
+            walk.linear_maps.append(call)
+
+
+def _treats_tokens(call: Call) -> bool:
+    """Whether a module has a row for each token in its input and in its output."""
+    output = call.output
+    if call.argument is None or not isinstance(output, Tensor):
+        return False
+    return output.is_floating_point() and output.shape[:-1].numel() == _BATCH.tokens
+
+
+def _kind(module: nn.Module, calls: Calls, names: Mapping[nn.Module, str]) -> BlockKind | None:
+    """What kind of block a module is; None: it holds a residual connection.
+
+    Raises:
+        UnsupportedStructureError: it is called several times, or is not causal.
+    """
+    if len(calls[module]) != 1:
+        raise UnsupportedStructureError(
+            f"{names[module]} is called {len(calls[module])} times in one forward pass"
+        )
+    behaviour = probes.behaviour(calls[module][0], _BATCH)
+    if behaviour == "not causal":
+        raise UnsupportedStructureError(
+            f"{names[module]} is not causal: a change at token {_BATCH.changed} moved an earlier "
+            "one"
+        )
+    if behaviour == "residual":
+        return None
+    return "mixer" if behaviour == "mixer" else "ffn"
+
+
+def _add_bare_ffn(walk: _Walk, width: int) -> None:
+    """Adds an FFN that is two linear maps in the layer's own code, as in BART and OPT."""
+    if any(block.kind == "ffn" for block in walk.blocks):
+        return
+    for first, second in zip(walk.linear_maps, walk.linear_maps[1:], strict=False):
+        inner = first.output.shape[-1]
+        widths = (first.hidden.shape[-1], second.output.shape[-1])
+        if widths == (width, width) and inner == second.hidden.shape[-1] != width:
+            walk.blocks.append(_Found(first, second, "ffn"))
+
+
+def _find_shared_keys(
+    twin: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[_Found]]
+) -> None:
+    """Corrects blocks that seem to treat each token alone but attend to another layer's keys."""
+    local: list[_Found] = []
+    for blocks in found:
+        local += [block for block in blocks if block.kind == "ffn" and block.entry is block.end]
+    modules = [block.end.module for block in local]
+    mixing = probes.mixing_through_others(twin, inputs, modules, calls)
+    for block, mixes in zip(local, mixing, strict=True):
+        if mixes:
+            block.kind = "mixer"
+            block.shares_keys = True
+
+
+def _find_reach(layer: Call, blocks: list[_Found], names: Mapping[nn.Module, str]) -> None:
+    """Fills in what the blocks of a layer read, and their additivity.
+
+    Raises:
+        UnsupportedStructureError: a block's output does not reach the layer's.
+    """
+    arrivals = probes.reach(layer, [(block.entry, block.end) for block in blocks])
+    for index, (block, arrival) in enumerate(zip(blocks, arrivals, strict=True)):
+        if not arrival.output:
+            raise UnsupportedStructureError(
+                f"{names[block.end.module]}: its output does not reach the output of its layer"
+            )
+        block.additivity = arrival.additivity
+        for later in arrival.inputs:
+            blocks[later].reads = (*blocks[later].reads, index)
+
+
+def _without_gates(blocks: list[_Found]) -> list[_Found]:
+    """The blocks but for gates: "FFNs" within a module with a residual, which do not add to the
+    stream but scale it."""
+    kept: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        is_gate = block.kind == "ffn" and block.additivity < SMALLEST_ADDITIVITY
+        if not (is_gate and block.within_residual):
+            kept[index] = len(kept)
+    for block in blocks:
+        block.reads = tuple(kept[index] for index in block.reads if index in kept)
+    return [blocks[index] for index in kept]
+
+
+def _check_blocks(
+    twin: PreTrainedModel,
+    calls: Calls,
+    found: list[list[_Found]],
+    names: Mapping[nn.Module, str],
+) -> None:
+    """Checks that blocks are what the model mainly consists of, and that one can add to them.
+
+    Raises:
+        UnsupportedStructureError: it is not so.
+    """
+    blocks = [block for of_layer in found for block in of_layer]
+    if not any(block.kind == "mixer" for block in blocks):
+        raise UnsupportedStructureError(f"{type(twin).__name__}: no token mixer found")
+    for block in blocks:
+        if block.additivity < SMALLEST_ADDITIVITY:
+            raise UnsupportedStructureError(
+                f"{names[block.end.module]}: an addition to its output does not arrive as one in "
+                f"its layer's output (additivity {block.additivity:.2f}, at least "
+                f"{SMALLEST_ADDITIVITY})"
+            )
+    share = _share(twin, calls, blocks)
+    if share < SMALLEST_SHARE:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: the blocks found hold {share:.0%} of the layers' matrices, at "
+            f"least {SMALLEST_SHARE:.0%}"
+        )
+
+
+def _share(twin: PreTrainedModel, calls: Calls, blocks: list[_Found]) -> float:
+    """The part of the matrices that run for text, embeddings and output apart, within blocks."""
+    apart: set[int] = set()
+    for end in (twin.get_input_embeddings(), twin.get_output_embeddings()):
+        if end is not None:
+            apart.add(id(end.weight))
+    sizes: dict[int, int] = {}
+    for module in calls:
+        if isinstance(module, nn.Embedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() >= 2 and id(parameter) not in apart:
+                sizes[id(parameter)] = parameter.numel()
+    held: set[int] = set()
+    for block in blocks:
+        for call in (block.entry, block.end):
+            held.update(id(matrix) for matrix in matrices(call.module))
+    within = sum(size for key, size in sizes.items() if key in held)
+    return within / max(sum(sizes.values()), 1)
+
+
+def _record(block: _Found, names: Mapping[nn.Module, str], layer: str) -> HostedBlock:
+    """The record of a block, with names within its layer.
+
+    Raises:
+        UnsupportedStructureError: it stands outside of its layer.
+    """
+    end = names[block.end.module]
+    entry = names[block.entry.module]
+    for name in (end, entry):
+        if not name.startswith(layer):
+            raise UnsupportedStructureError(f"{name} runs within {layer[:-1]} but stands outside")
+    assert block.entry.argument is not None  # _walk took only such calls
+    output_index = None
+    if isinstance(block.end.result, (tuple, list)):
+        output_index = 0
+    return HostedBlock(
+        name=end.removeprefix(layer),
+        module_class=type(block.end.module).__name__,
+        kind=block.kind,
+        input_module=entry.removeprefix(layer),
+        input_argument=block.entry.argument,
+        output_index=output_index,
+        reads=block.reads,
+        additivity=min(1.0, round(block.additivity, 2)),
+        output_changed_in_place=block.end.was_written_to,
+        shares_keys=block.shares_keys,
+    )

@@ -1,0 +1,212 @@
+"""The structure of a hosted base: which of its modules are token mixers and which FFNs.
+
+A hosted base is a decoder that transformers builds. Its modules run as they are, and the expansion
+stands beside each of its blocks. `pipeline.hosted.probes` finds the structure; it is stored with
+the expansion and compared whenever the base is loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import BaseModelError
+
+BlockKind = Literal["mixer", "ffn"]
+"""A mixer moves information between tokens: attention of any kind, linear attention, a state space,
+a convolution. An FFN, dense or a mixture of experts, treats each token alone."""
+
+DocumentSeparation = Literal["positions", "four_positions", "mask", "layer_masks", "one_document"]
+"""How the tokens of a row are kept from attending to an earlier document of the row.
+
+positions: `position_ids` [B, S] that restart at 0, no mask and no cache. four_positions: the same
+numbers as [4, B, S] (M-RoPE: text, time, height, width). mask: an additive mask [B, 1, S, S] beside
+restarting positions. layer_masks: such a mask for each type of layer, by its name, because layers
+with a window need another one. one_document: nothing keeps them apart, so a row holds one document.
+`pipeline.hosted.documents.document_inputs` makes these arguments.
+"""
+
+# Two measurements of the additivity of one block, on other processors or torch releases.
+_ADDITIVITY_TOLERANCE = 0.1
+
+
+class UnsupportedStructureError(BaseModelError):
+    """A model that cannot be hosted: its structure is not understood, or is not one to add to."""
+
+
+@dataclass(frozen=True)
+class HostedBlock:
+    """A module of a decoder layer beside which a block of the expansion stands.
+
+    Attributes:
+        name: the module whose output is added to, within its layer, e.g. `self_attn`.
+        module_class: that module's class.
+        kind: whether it mixes tokens.
+        input_module: the module whose input the added block reads, within the layer. It is `name`,
+            but for an FFN that is two linear maps without a module around them.
+        input_argument: which argument of `input_module` holds that input, [B, S, hidden_size] or
+            [B * S, hidden_size]: an index among the positional ones, or a keyword.
+        output_index: where the module's result is a tuple, the index of the tensor that is added
+            to; None: the result is that tensor.
+        reads: the indices of the earlier blocks of the layer on whose output the input depends. It
+            is empty for an FFN parallel to the attention.
+        additivity: the correlation of what is added to the block's output with what arrives in the
+            layer's output: 1 for a plain residual, about 0.5 where a norm follows.
+        output_changed_in_place: whether the layer later writes into the tensor of the output, so
+            that whoever keeps it needs a copy.
+        shares_keys: whether it attends to keys and values of another layer.
+    """
+
+    name: str
+    module_class: str
+    kind: BlockKind
+    input_module: str
+    input_argument: int | str
+    output_index: int | None = None
+    reads: tuple[int, ...] = ()
+    additivity: float = 1.0
+    output_changed_in_place: bool = False
+    shares_keys: bool = False
+
+
+@dataclass(frozen=True)
+class HostedLayer:
+    """A layer of the decoder: its index in the list of layers, its class, and its blocks in the
+    order in which they run."""
+
+    index: int
+    module_class: str
+    blocks: tuple[HostedBlock, ...]
+
+
+@dataclass(frozen=True)
+class HostedStructure:
+    """What the expansion needs to know of a hosted base. All names are those of `named_modules()`.
+
+    Attributes:
+        model_type: that of the base's config.json.
+        model_class: the class of transformers that is built; of a multimodal base, the whole.
+        hidden_size: the width of every block's input and output.
+        layer_list: the module that holds the decoder's layers, e.g. `model.layers`.
+        layers: the layers that run for text, in order.
+        embedding: the module of the token embedding.
+        output: the module that computes the logits.
+        documents: how documents in one row are kept apart.
+    """
+
+    model_type: str
+    model_class: str
+    hidden_size: int
+    layer_list: str
+    layers: tuple[HostedLayer, ...]
+    embedding: str
+    output: str
+    documents: DocumentSeparation
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether a layer attends to keys and values of another one."""
+        return any(block.shares_keys for layer in self.layers for block in layer.blocks)
+
+    def layer_name(self, layer: HostedLayer) -> str:
+        """The module of `layer` in the model."""
+        return f"{self.layer_list}.{layer.index}"
+
+    def module_names(self) -> Iterator[str]:
+        """Every module that the structure names."""
+        yield self.embedding
+        yield self.output
+        for layer in self.layers:
+            name = self.layer_name(layer)
+            yield name
+            for block in layer.blocks:
+                yield f"{name}.{block.input_module}"
+                yield f"{name}.{block.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The structure as JSON, in which each kind of layer occurs once."""
+        kinds: list[dict[str, Any]] = []
+        indices: list[int] = []
+        kind_of: list[int] = []
+        for layer in self.layers:
+            kind = asdict(layer)
+            del kind["index"]
+            if kind not in kinds:
+                kinds.append(kind)
+            indices.append(layer.index)
+            kind_of.append(kinds.index(kind))
+        values = asdict(self)
+        values["layers"] = {"kinds": kinds, "indices": indices, "kind_of": kind_of}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HostedStructure:
+        """The structure that `to_json` wrote.
+
+        Raises:
+            BaseModelError: `values` are not of that form.
+        """
+        try:
+            layers = values["layers"]
+            listed: list[dict[str, Any]] = []
+            for index, kind in zip(layers["indices"], layers["kind_of"], strict=True):
+                listed.append({"index": index, **layers["kinds"][kind]})
+            return TypeAdapter(cls).validate_python({**values, "layers": listed})
+        except (LookupError, TypeError, ValueError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            raise BaseModelError(
+                f"not the structure of a hosted base ({reason:.80}); copy the folder again"
+            ) from None
+
+
+def difference(recorded: HostedStructure, found: HostedStructure) -> str | None:
+    """The first difference of two structures, for a message; None if there is none.
+
+    Additivity is a measurement: two values of one block may be 0.1 apart.
+    """
+    for name in (
+        "model_type",
+        "model_class",
+        "hidden_size",
+        "layer_list",
+        "embedding",
+        "output",
+        "documents",
+    ):
+        before = getattr(recorded, name)
+        now = getattr(found, name)
+        if before != now:
+            return f"{name}: expected {before!r}, found {now!r}"
+    if len(recorded.layers) != len(found.layers):
+        return f"layers: expected {len(recorded.layers)}, found {len(found.layers)}"
+    for before, now in zip(recorded.layers, found.layers, strict=True):
+        changed = _layer_difference(before, now)
+        if changed is not None:
+            return f"{recorded.layer_name(before)}: {changed}"
+    return None
+
+
+def _layer_difference(recorded: HostedLayer, found: HostedLayer) -> str | None:
+    """The first difference of two layers; None if there is none."""
+    for name in ("index", "module_class"):
+        before = getattr(recorded, name)
+        now = getattr(found, name)
+        if before != now:
+            return f"{name}: expected {before!r}, found {now!r}"
+    expected_names = [block.name for block in recorded.blocks]
+    found_names = [block.name for block in found.blocks]
+    if expected_names != found_names:
+        return f"blocks: expected {', '.join(expected_names)}, found {', '.join(found_names)}"
+    for block, now in zip(recorded.blocks, found.blocks, strict=True):
+        for name, before in asdict(block).items():
+            value = getattr(now, name)
+            if name == "additivity":
+                if abs(before - value) <= _ADDITIVITY_TOLERANCE:
+                    continue
+            elif before == value:
+                continue
+            return f"{block.name}: {name}: expected {before!r}, found {value!r}"
+    return None

@@ -1,0 +1,60 @@
+"""Data-parallel ranks that read other bits of a frozen base do not train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.errors import BaseModelError
+from pipeline.parallel import replicas
+from pipeline.parallel.replicas import check_frozen_replicas, checksum
+from tests.distributed import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_checksum_depends_on_every_bit_and_its_place(dtype, monkeypatch):
+    monkeypatch.setattr(replicas, "_CHUNK", 16)
+    values = torch.arange(1, 7 * 11 + 1).to(dtype).view(7, 11)
+    seen = {checksum(values).item()}
+    octets = values.flatten().view(torch.uint8)
+    for place in range(len(octets)):
+        for bit in range(8):
+            octets[place] ^= 1 << bit
+            seen.add(checksum(values).item())
+            octets[place] ^= 1 << bit
+    seen.add(checksum(values.flip(0)).item())
+    seen.add(checksum(values.flip(1)).item())
+    assert len(seen) == 1 + 8 * len(octets) + 2
+    assert checksum(values.t().contiguous().t()) == checksum(values)
+    assert checksum(values[:0]) == 0
+
+
+def outcome(flipped: int | None) -> str:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    model[1].requires_grad_(False)
+    if dist.get_rank() == flipped:
+        model[1].weight.data[2, 1] = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0))
+    # What trains may differ here: DeepSpeed broadcasts it.
+    model[0].weight.data += dist.get_rank()
+    try:
+        check_frozen_replicas(model, dist.group.WORLD)
+    except BaseModelError as error:
+        return str(error)
+    except SystemExit as end:
+        return f"exit {end.code}"
+    return "equal"
+
+
+def outcomes() -> list[str]:
+    return [outcome(None), outcome(1)]
+
+
+def test_a_single_bit_stops_all_ranks_and_the_fault_names_the_one_that_differs():
+    first, second = run_ranks(outcomes, 2)
+    assert first == ["equal", "exit 1"]
+    assert second[0] == "equal"
+    assert second[1].startswith("rank 1 on ") and "copy it there again" in second[1]

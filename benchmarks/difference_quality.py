@@ -9,14 +9,14 @@ gate without packing.
 `keys of the base` is what it would cost to leave the closed beginning of a text unread by the
 trained model when the text opens: there the trained model goes on with the base's keys and values
 of that beginning. The export reads the beginning anew instead. Both are measured on the tokens from
-the first open one on, of the texts that open after their first token.
+the first open one on, of the texts that open after their first token. `closed again` is the share
+of these tokens at which the base has to catch up.
 
 The exports are made in a temporary folder. The samples are those of validation.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -97,6 +97,7 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
     reread = 0.0
     kept = 0.0
     tokens = 0
+    closed_again = 0
     for row in range(len(windows)):
         text = windows.tokens[row : row + 1]
         targets = windows.targets[row : row + 1]
@@ -111,11 +112,13 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
         going_on = model.trained()(text[:, first:], past_key_values=cache, use_cache=True).logits
         reread += float(losses(whole, targets[:, first:]).sum())
         kept += float(losses(going_on, targets[:, first:]).sum())
+        closed_again += int((~opens[first:]).sum())
         tokens += int((targets[:, first:] != IGNORED).sum())
     if not tokens:
-        return {"tokens": 0, "read_anew": math.nan, "keys_of_the_base": math.nan}
+        return {"tokens": 0}
     return {
         "tokens": tokens,
+        "closed_again": closed_again / tokens,
         "read_anew": perplexity(reread / tokens),
         "keys_of_the_base": perplexity(kept / tokens),
     }

@@ -296,7 +296,8 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
             change = model.read(f"{path}.b") @ model.read(f"{path}.a")
             weight = weight.float() + model.adapters[path].scale * change
         own_gain = name.replace(".base.", ".own.")
-        if own_gain in model.shapes:
+        # The output's only name is `output.base`, in which there is nothing to replace.
+        if own_gain != name and own_gain in model.shapes:
             weight = weight.float() + model.read(own_gain)
         if residual is None:
             return weight

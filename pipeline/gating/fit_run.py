@@ -37,14 +37,12 @@ from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
+from pipeline.scale.plan import GATE_LAYER
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
 MOST_COST = 0.02
 """The largest relative growth of new text's perplexity by the gate without a warning."""
-DIFFERENCE_LAYER = 2
-"""The layer before which the gate of full fine-tuning reads, unless gate.layer says so. Open text
-pays for the base's layers below it."""
 _logger = log.get_logger(__name__)
 
 
@@ -286,9 +284,10 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     plan = model.plan
     layer = settings.layer
     if plan is None:
-        # Full fine-tuning: the base runs beside the trained model, exact in every layer.
+        # Full fine-tuning: the base runs beside the trained model, exact in every layer. Open text
+        # pays for its layers below the gate.
         if layer is None:
-            return min(DIFFERENCE_LAYER, model.spec.num_layers)
+            return min(GATE_LAYER, model.spec.num_layers)
         deepest = last_exact = model.spec.num_layers
     else:
         if layer is None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ from pipeline.hf.remote_code.packed_difference import (
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 
 LOST = {4: 0.1, 8: 0.02, 16: 0.02}
-"""By bits: the largest KL(trained || exported) where the gate is open, as a share of KL(trained ||
+"""By bits: the largest KL(trained || exported) over open tokens, as a share of KL(trained ||
 base)."""
 _RENAMED = {"embed_out.weight": "lm_head.weight"}
 """Tensors of a folder that transformers' modules call otherwise."""
@@ -85,18 +86,23 @@ FOUR_BITS = Packing()
 
 @dataclass(frozen=True)
 class DifferenceReport(Report):
-    """The contents of verification.json for a difference; the comparisons are of open text.
+    """The contents of verification.json for a difference.
+
+    The texts are compared with the gate: by the base where it is closed, by the trained model where
+    it is open. `kl` is KL(trained || exported) over all open tokens.
 
     Attributes:
         bits: of an element of a matrix within layers.
         closed_max_abs: the largest difference of a logit from the base's where the gate is closed;
             anything but 0.0 is not kept.
-        kl_from_base: KL(trained || base) in nats a token, the largest over all texts.
-        lost: the KL divergence of open text as a share of that.
+        open_tokens: the number of open tokens; all, with the gate held open, if none was.
+        kl_from_base: KL(trained || base) in nats a token, over the open tokens.
+        lost: `kl` as a share of that.
     """
 
     bits: int = 4
     closed_max_abs: float = 0.0
+    open_tokens: int = 0
     kl_from_base: float = 0.0
     lost: float = 0.0
 
@@ -239,9 +245,9 @@ def verify_difference(
     """Compares what `transformers` makes of `folder` with the base, and with the trained model.
 
     The gate's decisions must be those of training, but where rounding explains another. A closed
-    token's logits must be the base's, as transformers computes them, to the bit. Where the gate is
-    held open, KL(trained || exported) may be LOST of KL(trained || base), or what rounding alone
-    may make.
+    token's logits must be the base's, as transformers computes them, to the bit. Over the open
+    tokens, KL(trained || exported) may be LOST of KL(trained || base), or what rounding alone may
+    make.
 
     Raises:
         ConversionError: one of these does not hold.
@@ -259,42 +265,67 @@ def verify_difference(
 
     exported = load_hf_model(folder, dtype)
     original = load_hf_model(model.base.path, dtype)
-    of_base = []
-    found = []
+    of_base: list[Tensor] = []
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    opens: list[Tensor] = []
     handle = gate.fix_in(exported.token_gate, windows, str(folder))
     for number, window in enumerate(windows):
         text = window.unsqueeze(0)
         logits = exported(text, use_cache=False).logits[0]
         base_logits = original(text, use_cache=False).logits[0]
-        closed = gate.passes[0][number, : len(window)] <= gate.threshold
-        if not torch.equal(logits[closed], base_logits[closed]):
+        is_open = gate.passes[0][number, : len(window)] > gate.threshold
+        if not torch.equal(logits[~is_open], base_logits[~is_open]):
             raise ConversionError(
                 f"{folder}: where the gate is closed, its logits are not the base's to the bit; "
                 "not kept: report it"
             )
+        opens.append(is_open)
         of_base.append(base_logits.float())
+        found.append(logits.float())
+        expected.append(torch.where(is_open[:, None], trained[number], of_base[number]))
     handle.remove()
-    exported.token_gate.threshold = -torch.inf
-    for window in windows:
-        found.append(exported(window.unsqueeze(0), use_cache=False).logits[0].float())
+    texts = compare_texts(probe, expected, found)
+    if not any(is_open.any() for is_open in opens):
+        # Nothing opens: the difference is checked on all tokens, with the gate held open.
+        exported.token_gate.threshold = -torch.inf
+        opens = [torch.ones_like(is_open) for is_open in opens]
+        found = [exported(window.unsqueeze(0), use_cache=False).logits[0] for window in windows]
 
-    texts = compare_texts(probe, trained, found)
-    worst = worst_of(texts)
-    from_base = worst_of(compare_texts(probe, trained, of_base)).kl
-    rounding = worst_of(compare_texts(probe, finer, trained))
+    kl = _mean_kl(trained, found, opens)
+    from_base = _mean_kl(trained, of_base, opens)
     report = DifferenceReport(
-        max_abs=worst.max_abs,
-        kl=worst.kl,
+        max_abs=worst_of(texts).max_abs,
+        kl=kl,
         dtype=dtype_name(dtype),
         top1_agreement=min(text.top1_agreement for text in texts.values()),
-        rounding=rounding,
+        rounding=LogitDifference(kl=_mean_kl(finer, trained, opens)),
         texts=texts,
         bits=exported.config.bits,
+        open_tokens=sum(int(is_open.sum()) for is_open in opens),
         kl_from_base=from_base,
-        lost=worst.kl / from_base if from_base > 0 else 0.0,
+        lost=kl / from_base if from_base > 0 else 0.0,
     )
     _check_lost(report, GRANTED[dtype], str(folder))
     return report
+
+
+def _mean_kl(
+    expected: Sequence[Tensor], found: Sequence[Tensor], counts: Sequence[Tensor]
+) -> float:
+    """KL(expected || found) in nats a token, over the tokens that count.
+
+    expected, found: logits [S, V] of each window; counts: bool [S] of each.
+    """
+    total = 0.0
+    tokens = 0
+    for z_expected, z_found, is_counted in zip(expected, found, counts, strict=True):
+        # In fp64: KL sums differences of nearly equal numbers over the vocabulary.
+        p = F.log_softmax(z_expected[is_counted].double(), dim=-1)
+        q = F.log_softmax(z_found[is_counted].double(), dim=-1)
+        total += float((p.exp() * (p - q)).sum())
+        tokens += int(is_counted.sum())
+    return total / tokens
 
 
 def _check_lost(report: DifferenceReport, granted: LogitDifference, folder: str) -> None:

@@ -6,8 +6,9 @@
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's
 proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two
 streams, without a gate, with one that never opens and with one that opens at once; and four
-expansions by an eighth beside each other, none or one of which opens; and a packed difference of
-all weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
+expansions by an eighth beside each other, none or one of which opens; without any width, what open
+tokens have of their own: rows, gains and differences of rank 16; and a packed difference of all
+weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
 process, and the fastest turn of each counts, so that load on the machine changes little. The scale
 format's models have the base's own matrices, in one memory: the same product takes up to a fifth
 longer where the weights lie on other pages. A turn generates --new-tokens tokens after
@@ -45,6 +46,8 @@ SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
 DIFFERENCES = {"difference": "once", "difference by layer": "by_layer"}
 """Models with a packed difference, and when it is added to the base's weights."""
+OWN_WEIGHTS = "own weights"
+"""The name of the model whose open tokens have weights of their own."""
 HEAD_DIM, CONTEXT = 64, 2048
 MATRICES = {
     "attention.query": "self_attn.q_proj",
@@ -116,6 +119,16 @@ def models(
             ScaleConfig(**scale, gate_layer=layers // 2)
         )
         if share == SHARES[0]:
+            own = {
+                "own_first_layer": min(2, layers),
+                "own_rows": vocab_size // 4,
+                "own_gains": True,
+                "own_rank": 16,
+            }
+            # Widths of 0, as the base of several expansions has: nothing is added but `own`.
+            without_width = base_entries(scale) | own
+            without_width |= {"gate_layer": min(2, layers), "gate_features": features}
+            made[f"{OWN_WEIGHTS}, gate shut"] = ScaleForCausalLM(ScaleConfig(**without_width))
             several = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
             for index in range(SEVERAL):
                 several.expansions.append(

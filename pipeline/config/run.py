@@ -16,13 +16,23 @@ from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMe
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
+from pipeline.config.stages import Stage, check_stages
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
+BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
 """How models that a configuration names on the hub are fetched: whole, without weights, or not."""
+
+
+class OpenIdSettings(Section):
+    """Ids that the gate opens whatever their score, because old text hardly ever has them."""
+
+    min_count: PositiveInt = 20
+    """how often an id must occur in the corpora of role new; its share of them must also be ten
+    times the share that it may have in old text"""
 
 
 class GateSettings(Section):
@@ -52,6 +62,9 @@ class GateSettings(Section):
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """largest share of the tokens that are not new on which the gate may open; sets its
     threshold"""
+    open_ids: OpenIdSettings | None = OpenIdSettings()
+    """ids that the gate opens whatever their score, as text that is not new hardly ever has them;
+    null: no ids"""
 
 
 class VocabularySettings(Section):
@@ -253,6 +266,10 @@ class RunConfig(Section):
     base: Path
     """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
+    base_code: BaseCode | None = None
+    """whose code computes the base: the package's own (native), or transformers', which knows every
+    model_type but trains with fewer settings (docs/architectures.md); default: native where there
+    is a family for the base's model_type"""
     base_precision: BasePrecision = "bf16"
     """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
     bits (fp8) or 4 (nf4; docs/method.md)"""
@@ -267,6 +284,8 @@ class RunConfig(Section):
     """corpora, their proportions, and their packing"""
     schedule: Schedule
     """steps, batch and learning rate"""
+    stages: list[Stage] = []
+    """stages in which the run trains; default: one, with everything (docs/stages.md)"""
     gate: GateSettings | None = None
     """gate that is fitted after training; default: none"""
     parallel: Parallel = Parallel()
@@ -294,12 +313,21 @@ class RunConfig(Section):
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
     """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
     (collaborative), or all"""
+    recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
+    """results that those layers keep all the same: nothing, the results of attention kernels
+    (attention), or also the products of gate and up maps (products; docs/sizing.md)"""
     deterministic: bool = False
     """whether GPUs use deterministic kernels where there are any, so that a command gives equal
     bits each time; slower (docs/checkpoints.md)"""
     compile: bool = False
     """whether each layer is compiled with torch.compile (not under ZeRO-3); steps take 9 to 14 %
     less time on an H100"""
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> RunConfig:
+        if self.stages:
+            check_stages(self.stages, self.schedule, self.data)
+        return self
 
     @model_validator(mode="after")
     def _gate_fits(self) -> RunConfig:
@@ -388,6 +416,16 @@ class RunConfig(Section):
         if self.gate is not None and self.gate.negatives:
             return self.gate.negatives
         return by_role["self_generated"] or by_role["replay"]
+
+    @property
+    def trains(self) -> list[str]:
+        """What trains in one of the stages, of all that the method trains; empty: everything."""
+        trained: list[str] = []
+        for stage in self.stages:
+            if not stage.trains:
+                return []
+            trained += stage.trains
+        return list(dict.fromkeys(trained))
 
     @property
     def tokenizer(self) -> Path:

@@ -51,6 +51,7 @@ from pipeline.hf.base_card import CARD
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
 from pipeline.hub import source_of
@@ -238,7 +239,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
     code: dict[str, str] = {}
-    for model in (ScaleForCausalLM, DifferenceForCausalLM):
+    for model in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
         for file in code_files(model):
             code[file.name] = file_hash(file)
     return {

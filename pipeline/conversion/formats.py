@@ -15,12 +15,14 @@ from pipeline.config.method import FullFineTuning, Method
 from pipeline.conversion import Format, Purpose
 from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
 from pipeline.conversion.difference import FOUR_BITS, Packing, difference_export
+from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config
 from pipeline.hf.config import gate_to_config, widened_to_config
+from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
@@ -54,7 +56,7 @@ def unsupported_reason(
         "scale": scale,
         "difference": _difference_unsupported_reason(settings, spec, gated=gated),
         "expansion": unwidened,
-        "peft": adapter_unsupported_reason(settings, spec),
+        "peft": adapter_unsupported_reason(settings, spec, gated=gated),
     }
 
 
@@ -66,6 +68,8 @@ def _difference_unsupported_reason(
         return f"method {settings.name} does not train every parameter of the base"
     if not gated:
         return "tokens read the difference where a gate opens, and this model has no gate"
+    if not spec.is_native:
+        return "a base that runs by transformers' own code"
     if spec.mixture is not None:
         return "a mixture of experts: transformers holds the experts in other tensors than its base"
     if spec.new_tokens:
@@ -114,6 +118,8 @@ def choose_export(
         return adapter_export(model, dtype, base_hub_name(model))
     if written == "difference":
         return difference_export(model, dtype, packing)
+    if not model.base.spec.is_native:
+        return hosted_export(model, dtype)
     return scale_export(model, dtype)
 
 
@@ -173,10 +179,5 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             tensors.append(PlannedTensor(name, tuple(table.shape), make, torch.int32))
     if model.gate is not None:
         config |= gate_to_config(model.gate)
-        for name, tensor in model.gate.tensors.items():
-            # In fp32 whatever the rest is: 16 bits would change decisions.
-            make = partial(torch.clone, tensor)
-            tensors.append(
-                PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), make, torch.float32)
-            )
+        tensors += gate_tensors(model.gate, model.base.spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

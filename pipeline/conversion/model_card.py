@@ -176,6 +176,12 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
             f"text that of the trained weights, of whose difference {export.config['bits']} bits "
             "an element are stored. Train the run further, and convert it again.",
         ]
+    if added_widths(model.plan) is None:
+        return [
+            heading,
+            "Text for which the gate stays shut remains the base's to the last bit as long as only "
+            "the parameters named `adapter`, `own`, `own_rows` and `own_input` change.",
+        ]
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,

@@ -257,6 +257,7 @@ class FixedGate(FittedGate):
             std=gate.std,
             weight=gate.weight,
             bias=gate.bias,
+            open_ids=gate.open_ids,
             threshold=gate.threshold,
         )
 

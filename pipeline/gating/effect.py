@@ -21,7 +21,7 @@ from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
@@ -30,8 +30,8 @@ from pipeline.scale_math import NEVER
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder,
-    base: Decoder,
+    decoder: CausalDecoder,
+    base: CausalDecoder,
     gate: FittedGate,
     heldout: Mapping[str, HeldoutSamples],
     config: RunConfig,
@@ -76,7 +76,7 @@ def measure(
 
 
 def _passes(
-    decoder: Decoder, gate: FittedGate, group: Windows, config: RunConfig
+    decoder: CausalDecoder, gate: FittedGate, group: Windows, config: RunConfig
 ) -> tuple[Tensor, Tensor, float | None]:
     """Runs the base, the model without its gate, and the model with it.
 
@@ -109,7 +109,11 @@ def _passes(
 
 
 def _passes_of_two(
-    decoder: Decoder, base: Decoder, gate: FittedGate, group: Windows, config: RunConfig
+    decoder: CausalDecoder,
+    base: CausalDecoder,
+    gate: FittedGate,
+    group: Windows,
+    config: RunConfig,
 ) -> tuple[Tensor, Tensor]:
     """As `_passes` where the base is a model of its own: an open token takes the trained model's
     logits, a closed one the base's.
@@ -122,8 +126,8 @@ def _passes_of_two(
     inputs, targets = decoder_inputs(group, config, decoder)
     stream = base.base_stream(*inputs, layer=gate.layer)
     document_ids = None if inputs.documents is None else inputs.documents.ids
-    is_open = gate.is_open(stream, document_ids).cpu()
-    closed = ~is_open | ~group.present
+    is_open = gate.is_open(stream, document_ids) | gate.opens_id(inputs.tokens)
+    closed = ~is_open.cpu() | ~group.present
     nll = []
     for model in (base, decoder):
         found = model.output(model.hidden_states(*inputs), targets).nll
@@ -171,7 +175,7 @@ def _perplexity(nll: Tensor) -> float | None:
     return _finite(perplexity(float(nll.mean())))
 
 
-def loaded(model: TrainedModel) -> Decoder:
+def loaded(model: TrainedModel) -> CausalDecoder:
     """The model on a GPU in its base's type; without a GPU in fp32 on the CPU.
 
     Matrix products in 16 bits are slow on CPUs.
@@ -182,20 +186,20 @@ def loaded(model: TrainedModel) -> Decoder:
 
 
 def decoder_inputs(
-    group: Windows, config: RunConfig, decoder: Decoder
+    group: Windows, config: RunConfig, decoder: CausalDecoder
 ) -> tuple[TokenBatch, Tensor]:
     """What the decoder reads, and its targets [B · S], on the decoder's device.
 
     It reads tokens and positions, [B, S] both, and where documents lie.
     """
-    device = decoder.embedding.base.weight.device
+    device = decoder.device
     documents = group.documents(device) if config.data.document_mask else None
     batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
     return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(
-    decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
+    decoder: CausalDecoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
 ) -> float:
     """The largest difference of the logits of two passes over the same tokens.
 

@@ -7,6 +7,8 @@ model, built without memory.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -25,8 +27,8 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
     Raises:
         UnsupportedStructureError: it cannot be hosted; the message says why, with the figure.
     """
-    twin = build_twin(config)
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        twin = build_twin(config)
         layer_list, layers = find_layers(twin)
         documents = find_separation(twin)
     names = {module: name for name, module in twin.named_modules()}
@@ -43,6 +45,17 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
     )
     check_names(structure, twin, build_without_memory(config))
     return structure
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations on tiny tensors run on one thread: several would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_without_memory(config: PretrainedConfig) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.data import Role
 from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.token_corpus import TokenCorpus
@@ -49,7 +50,7 @@ def frequent_tokens(
         ConfigError: no token is as frequent.
         DataError: as `own_tokens_of`.
     """
-    counts = token_counts(config, vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
+    counts = token_counts(config, "new", vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
     frequent = np.flatnonzero(counts >= min_count)
     if not len(frequent):
         raise ConfigError(
@@ -60,16 +61,16 @@ def frequent_tokens(
 
 
 def token_counts(
-    config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
+    config: RunConfig, role: Role, vocab_size: int, *, tokenizer_fingerprint: str
 ) -> npt.NDArray[np.int64]:
-    """How often each id occurs in the corpora of role new: [V], exactly.
+    """How often each id occurs in the corpora of a role: [V], exactly.
 
     Raises:
         DataError: as `own_tokens_of`.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for name, corpus in config.data.corpora.items():
-        if corpus.role != "new":
+        if corpus.role != role:
             continue
         folder = train_folder(config.data, name)
         tokens = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)

@@ -40,6 +40,9 @@ class DifferenceConfig(PretrainedConfig):  # type: ignore[misc]
         self.gate_decay: float = kwargs.pop("gate_decay", 0.8)
         self.gate_bias: float = kwargs.pop("gate_bias", 0.0)
         self.gate_threshold: float = kwargs.pop("gate_threshold", 0.0)
+        self.gate_open_ids: bool = kwargs.pop("gate_open_ids", False)
+        # All tokens are the base's.
+        self.base_vocab_size: int | None = kwargs.pop("base_vocab_size", None)
         if self.unpacked not in ("once", "by_layer"):
             raise ValueError(f"unpacked: expected once or by_layer, found {self.unpacked!r}")
         kwargs["tie_word_embeddings"] = text_config.tie_word_embeddings

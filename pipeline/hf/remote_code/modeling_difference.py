@@ -150,12 +150,15 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """Which of the new tokens are no padding, and for which of them the gate opens: bool [B, S,
         1] both.
         """
-        _, positions, mask = readers.inputs
+        tokens, positions, mask = readers.inputs
         is_text, documents = texts_of(stream, mask, positions, readers.cache)
         stored: GateCache | None = None
         if readers.cache is not None and self.token_gate.has_mean:
             stored = layer_of(GateCache, readers.cache)
         opens: Tensor = self.token_gate(stream, is_text, documents, stored)
+        by_id = self.token_gate.opens_id(tokens)
+        if by_id is not None:
+            opens = opens | by_id
         if is_text is None:
             return torch.ones_like(opens), opens
         present = is_text.unsqueeze(-1)

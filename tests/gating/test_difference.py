@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks import difference_quality
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
@@ -97,3 +98,14 @@ def test_what_is_refused(run):
     assert "belong to --format difference, found" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--min-count", "1000000000")
     assert "--min-count: expected at most" in done.stderr.splitlines()[-1]
+
+
+def test_the_benchmark_measures_it(run):
+    rows = {row["model"]: row for row in difference_quality.measure(load_config(run), [8], 5)}
+    assert list(rows) == ["base", "ungated", "gated", "8 bits"]
+    packed = rows["8 bits"]
+    assert packed["english"] == pytest.approx(rows["gated"]["english"], rel=0.02)
+    assert packed["korean"] == pytest.approx(rows["gated"]["korean"], rel=0.1)
+    assert 1 < packed["stored_x"] < 2 and packed["lost"] < 0.02
+    assert packed["korean.tokens"] > 0 and packed["korean.closed_again"] < 0.2
+    assert packed["korean.keys_of_the_base"] > 1

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import GateFeatures
 from pipeline.conversion.difference import (
@@ -26,6 +27,7 @@ from pipeline.conversion.difference import (
 from pipeline.conversion.formats import check_format
 from pipeline.errors import ConversionError
 from pipeline.gating.gate import FittedGate
+from pipeline.gating.windows import Windows
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packed
 from pipeline.hf.write import write_hf_folder
@@ -286,6 +288,19 @@ def test_it_runs_without_this_project_and_its_dependencies(differences, tmp_path
     unpacked, tokens = without_this_project(_SCRIPT, folder, tmp_path).stdout.split(maxsplit=1)
     here = generate(load_hf_model(folder), torch.arange(3, 13).view(1, -1))
     assert unpacked == "by_layer" and json.loads(tokens) == here[0].tolist()
+
+
+def test_the_keys_of_the_bases_beginning_are_not_those_of_the_trained_model(differences):
+    folder, trained = differences("llama")
+    model = load_hf_model(folder)
+    tokens = some_tokens(trained.spec, 6, LENGTH)
+    text = torch.ones_like(tokens, dtype=torch.bool)
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    documents = torch.zeros_like(tokens)
+    windows = Windows(tokens, tokens.roll(-1, 1), positions, documents, text, ~text, text)
+    found = cost_of_base_keys(model, windows)
+    assert 0 < found["tokens"] < tokens.numel() and 0 < found["closed_again"] < 1
+    assert abs(found["keys_of_the_base"] / found["read_anew"] - 1) > 1e-4
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -111,5 +111,3 @@ def test_the_benchmark_measures_it(run):
     # Rare tokens share a row, which costs more in so small a corpus than 8 bits do.
     assert packed["korean"] < 0.6 * rows["base"]["korean"]
     assert 1 < packed["stored_x"] < 2 and packed["lost"] < 0.02
-    assert packed["korean.tokens"] > 0 and packed["korean.closed_again"] < 0.2
-    assert packed["korean.keys_of_the_base"] > 1

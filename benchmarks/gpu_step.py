@@ -41,7 +41,7 @@ from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, quantization_of
@@ -139,7 +139,9 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
     return ScaleMethod.model_validate(settings)
 
 
-def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
+def our_model(
+    method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16"
+) -> CausalDecoder:
     """This project's model for `method`, its parameters unset."""
     # As if these tokens were frequent in the new text; methods without own rows ignore it.
     own_tokens = tuple(range(0, spec.vocab_size, 4))

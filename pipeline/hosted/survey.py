@@ -37,11 +37,32 @@ _DOCUMENTS: dict[DocumentSeparation, str] = {
     "layer_masks": "masks by type of layer",
     "one_document": "one document a row",
 }
-_MROPE = {"rope_type": "default", "rope_theta": 1e6}
-_QWEN_VL = {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [16, 24, 24]}}}
-_GLM_V = {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [8, 12, 12]}}}
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN_VL = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}}}
+_HALF_ROPE = {**_ROPE, "partial_rotary_factor": 0.5}
+_GLM_V = {"text_config": {"rope_parameters": {**_HALF_ROPE, "mrope_section": [8, 12, 12]}}}
+_QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
 # What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"hidden_size": 1152, "num_attention_heads": 16}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_hidden_layers": 12,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+        }
+    },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {
         "first_k_dense_replace": 1,
@@ -57,16 +78,17 @@ _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "lfm2_vl": {"text_config": _LFM2},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
     "paddleocr_vl": _QWEN_VL,
     "qwen2_5_omni_thinker": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }
@@ -122,7 +144,8 @@ def survey(types: Iterable[str]) -> Iterator[BaseType]:
         reason = ""
         try:
             config = _example(name)
-            model_type = config.model_type
+            if name not in tuple(CONFIG_MAPPING):  # a folder
+                model_type = config.model_type
             structure = find_structure(config)
         except UserError as error:
             reason = str(error)
@@ -139,9 +162,9 @@ def _example(model_type: str) -> PretrainedConfig:
         UnsupportedStructureError: transformers has no such type, or its defaults do not fit.
         BaseModelError: the folder has no config.json that can be read.
     """
-    if Path(model_type).exists():
-        return _config_of(Path(model_type))
     if model_type not in tuple(CONFIG_MAPPING):
+        if Path(model_type).exists():
+            return _config_of(Path(model_type))
         raise UnsupportedStructureError(f"model_type {model_type!r:.80}: transformers has none")
     what = f"model_type {model_type!r}: the defaults of its configuration do not fit each other"
     with faults_of_library(what, UnsupportedStructureError):

@@ -7,13 +7,20 @@ in the second pass, so that losses and gradients have the same bits whatever is 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  # registers its operation
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.parallel.sharding import full_shape_of, local_shape, partition_of
@@ -41,6 +48,38 @@ _PRODUCTS = {
 Shape = tuple[int, int]
 
 
+class _Keeping(_CachingTorchDispatchMode):
+    """Keeps results in the forward pass; sees only operations whose results may be kept.
+
+    torch's own mode counts all. In the backward pass ZeRO-3 may gather by more operations than in
+    the forward pass, at which that raises an error.
+    """
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation not in _ATTENTION and operation not in _PRODUCTS:
+            return operation(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+
+class _Reusing(_CachedTorchDispatchMode):
+    """Gives what was kept, in the same order, in the backward pass; sees what `_Keeping` sees."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation not in _ATTENTION and operation not in _PRODUCTS:
+            return operation(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+
+def _keeping_contexts(shapes: frozenset[Shape]) -> tuple[_Keeping, _Reusing]:
+    """The contexts of a layer's forward pass and of its recomputation."""
+    storage: dict[Any, dict[int, Any]] = defaultdict(dict)
+    return _Keeping(partial(_is_kept, shapes), storage), _Reusing(None, storage)
+
+
 def run_recomputed(
     layer: DecoderLayer,
     x: Tensor,
@@ -57,15 +96,11 @@ def run_recomputed(
     shapes: frozenset[Shape] = frozenset()
     if kept == "products":
         shapes = gate_and_up_shapes(layer)
-    streams = checkpoint(
-        layer,
-        x,
-        x_up,
-        context,
-        masked,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, partial(_is_kept, shapes)),
-    )
+    contexts: Callable[[], Any] = partial(_keeping_contexts, shapes)
+    if torch.compiler.is_compiling():
+        # The compiler needs a policy for every operation; ZeRO-3 is never compiled.
+        contexts = partial(create_selective_checkpoint_contexts, partial(_is_kept, shapes))
+    streams = checkpoint(layer, x, x_up, context, masked, use_reentrant=False, context_fn=contexts)
     return streams
 
 

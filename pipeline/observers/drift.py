@@ -19,7 +19,7 @@ class Drift(Observer):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.engine = trainer.engine
+        self.trainer = trainer
         self.corpus = _replayed_corpus(trainer)
         if self.corpus is not None:
             config = trainer.config
@@ -31,14 +31,15 @@ class Drift(Observer):
     def on_validation(self, event: ValidationEvent) -> None:
         if self.corpus is None:
             return
-        output = self.engine.model.output
+        engine = self.trainer.engine  # of the stage that trains now
+        output = engine.model.output
         total = 0.0
-        with self.engine.evaluating():
+        with engine.evaluating():
             # Every rank runs the same batch, because under ZeRO-3 each layer's gathering is a
             # collective.
-            model = self.engine.hidden_states(self.probe, "model")
-            base = self.engine.hidden_states(self.probe, "base")
-            for logits, reference in self.engine.logit_chunks(model, base):
+            model = engine.hidden_states(self.probe, "model")
+            base = engine.hidden_states(self.probe, "base")
+            for logits, reference in engine.logit_chunks(model, base):
                 ignored = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
                 # It sums over the tensor-parallel ranks' columns: all of them call it.
                 kl, _ = kl_and_logit_gradient_(
@@ -47,7 +48,7 @@ class Drift(Observer):
                     ignored,
                     first=output.vocabulary.first,
                     vocab_size=output.vocab_size,
-                    tp=self.engine.tensor_parallel,
+                    tp=engine.tensor_parallel,
                 )
                 # Each chunk is summed in fp32, and the chunks in Python's fp64.
                 total += float(kl.sum())

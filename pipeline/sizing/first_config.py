@@ -18,8 +18,9 @@ from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import LayoutError
 from pipeline.files import with_pages_found
+from pipeline.hosted.bases import open_base
+from pipeline.hosted.unsupported import check_native
 from pipeline.hub import model_folder
-from pipeline.model.from_hf import open_base
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import Widths
@@ -120,6 +121,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
+    check_native(spec, "config init")
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
@@ -122,6 +123,7 @@ def measure_micro_batch(
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing, kept_results)
+    assert isinstance(model, Decoder), "hosted bases have no estimate: see `estimator_for`"
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:

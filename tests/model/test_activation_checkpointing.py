@@ -127,3 +127,21 @@ def test_what_is_kept_is_not_computed_again_and_changes_no_bit(base, name, varia
     assert held_bytes == sorted(set(held_bytes)), "each keeps more"
     if variant != "own weights":
         assert held_bytes[-1] < most
+
+
+@pytest.mark.parametrize("kept", ["attention", "products"])
+def test_other_operations_may_run_more_often_in_the_backward_pass(base, kept):
+    """As those of ZeRO-3's gathers, which hooks of modules begin."""
+    model = widened(base("llama"), scale_settings("adapt"), activation_checkpointing="all")
+    model.kept_results = kept
+    calls = []
+
+    def gather(*_):
+        calls.append(None)
+        for _ in range(len(calls)):
+            torch.ones(3).cos_()
+
+    for layer in model.layers:
+        layer.ffn.register_forward_pre_hook(gather)
+    model(*some_batch(model.spec, 2, 64)).total.backward()
+    assert len(calls) == 2 * len(model.layers)

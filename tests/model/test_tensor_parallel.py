@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.config.method import Method, starts_from_expansion
-from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.causal_decoder import LogitsPath
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, load_new_tokens, open_base
 from pipeline.model.recomputation import KeptResults
 from pipeline.parallel.cross_entropy import greedy_choices_

@@ -89,11 +89,10 @@ def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
     if model_type in OWN_FORMATS:
         raise BaseModelError(
-            f"model_type {model_type!r}: a widened model in its own format cannot be a base; to train it "
-            "further, convert its "
-            "checkpoint with --format expansion and name that folder in `init_expansion`; to widen "
-            "it again, train it with "
-            "norm: base, variant preserve or adapt, and convert it with --format merged"
+            f"model_type {model_type!r}: a widened model in its own format cannot be a base; to "
+            "train it further, convert its checkpoint with --format expansion and name that folder "
+            "in `init_expansion`; to widen it again, train it with norm: base, variant preserve or "
+            "adapt, and convert it with --format merged"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")

@@ -36,8 +36,8 @@ class OpenIdSettings(Section):
 
 
 class GateSettings(Section):
-    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale and
-    lora only.
+    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale,
+    lora and fft only.
 
     It is fitted after training.
     """
@@ -49,7 +49,7 @@ class GateSettings(Section):
     """layer before which the gate reads the stream; default: the last place where the stream is
     exactly the base's, which is after the last layer for preserve and route, before layer l_fp for
     adapt, and before layer own_first_layer for weights of open tokens' own; 2 where that would be
-    0. Layers below a gate that reads further up run twice"""
+    0, and for fft. Layers below a gate that reads further up run twice, for fft all below it"""
     negatives: list[CorpusName] = []
     """names of the corpora of text that is not new, from which the gate learns to stay closed;
     default: the corpora of role self_generated, or the corpora of role replay if there are none"""
@@ -333,7 +333,9 @@ class RunConfig(Section):
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
-        if not isinstance(self.method, (ScaleMethod, Lora)):
+        if isinstance(self.method, FullFineTuning):
+            self._check_gate_of_difference(self.gate)
+        elif not isinstance(self.method, (ScaleMethod, Lora)):
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
@@ -347,6 +349,19 @@ class RunConfig(Section):
                 "gate: needs text that is not new; add a corpus of role self_generated or replay"
             )
         return self
+
+    def _check_gate_of_difference(self, gate: GateSettings) -> None:
+        """The gate of full fine-tuning, whose export is the base and a difference."""
+        if gate.layer == 0:
+            raise ValueError(
+                "gate.layer: with method fft at least 1, as before layer 0 there is the token "
+                "alone, found 0"
+            )
+        if self.vocabulary is not None:
+            raise ValueError(
+                "gate: not with method fft beside an extended vocabulary, for whose tokens the "
+                "base has no rows; remove gate or vocabulary"
+            )
 
     @model_validator(mode="after")
     def _own_weights_have_a_gate(self) -> RunConfig:

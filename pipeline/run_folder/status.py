@@ -116,6 +116,8 @@ def read_status(folder: Path) -> RunStatus:
             if not is_trained(folder) and state in ("running", "waiting", "stopped"):
                 tokens_left = (training.steps - resumes_at) * training.tokens_per_step
                 seconds_left = round(tokens_left / speed, 1)
+    if state == "done" and steps is not None and step < steps:
+        why = "stopped early: the new text gained no more (validation.stop_after)"
     return RunStatus(
         folder=str(folder),
         state=state,

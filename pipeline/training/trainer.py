@@ -30,6 +30,7 @@ from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
+from pipeline.training.early_stop import cooled_rate
 from pipeline.training.engine import Engine, build_model
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
@@ -122,7 +123,7 @@ class Trainer:
         self._validate_ends()
         # All ranks take the same branches: every decision follows from totals and scores that are
         # reduced over all ranks.
-        while self.position.step < config.schedule.steps:
+        while self.position.step < self.last_step:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
             check_skipped_steps(config, self.position)
@@ -134,10 +135,11 @@ class Trainer:
                 self._roll_back(spike)
                 continue
 
-            is_last = event.step == config.schedule.steps
             limit_error: UserError | None = None
-            if is_last or event.step % config.validation.every_steps == 0:
+            if event.step == self.last_step or event.step % config.validation.every_steps == 0:
                 limit_error = self._validate(event)
+            # After the validation, which may end the run early.
+            is_last = event.step == self.last_step
             self._report(event)
 
             is_leaving = is_last or stop_requested or limit_error is not None
@@ -150,6 +152,11 @@ class Trainer:
             if stop_requested and not is_last:
                 return
         self.finished = True
+
+    @property
+    def last_step(self) -> int:
+        """After how many steps the run ends, as far as is decided."""
+        return self.position.last_step(self.config)
 
     def take_step(self, signals: StopSignals) -> tuple[StepEvent, bool]:
         """Takes the next step.
@@ -167,7 +174,8 @@ class Trainer:
             self._record_skipped(event)
             return event, False
 
-        rate = learning_rate(before.step, self.config.schedule) * before.learning_rate_factor
+        rate = learning_rate(before.step, self.config.schedule)
+        rate = cooled_rate(rate, before, self.config) * before.learning_rate_factor
         started = time.perf_counter()
         stop_requested = False
         for attempt in range(ATTEMPTS):
@@ -251,6 +259,7 @@ class Trainer:
                 observer.on_validation(validation)
         self.position = validation.position
         event.figures.update(validation.figures)
+        event.texts.update(validation.texts)
         return validation.stop
 
     def _validate_ends(self) -> None:
@@ -258,7 +267,7 @@ class Trainer:
 
         Forgetting is measured from the scores before the first step.
         """
-        if 0 < self.position.step < self.config.schedule.steps:
+        if 0 < self.position.step < self.last_step:
             return
         with self.phases("validation"):
             self.scores = self.validator.validate(self.engine)

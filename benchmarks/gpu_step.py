@@ -8,7 +8,9 @@ tokens, without activation checkpointing, with the loss and fused AdamW; 16-bit 
 masters, as under DeepSpeed. Left out: gradient accumulation and clipping, data loading, and
 messages. The variants take turns in one process, so that load on the machine affects all of them
 alike; who waits holds no memory. Widths are in the paper's proportions: hidden size, FFN and heads
-grow by an eighth, and the rank of LoRA is an eighth of the hidden size.
+grow by an eighth, and the rank of LoRA is an eighth of the hidden size. `adapt_own` has rows for a
+quarter of the vocabulary's tokens and gains beside Adapt's width, `adapt_low_rank` differences of
+rank 16 on every linear map, for which `peft_lora_16` is PEFT's LoRA of that rank.
 
 Other processes on the machine lengthen some steps more than others: beside load, compare the least
 time of a step (`seconds_min`) or, with --cpu, its processor time over all threads, and not the
@@ -27,7 +29,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, quantization_of
@@ -70,11 +72,16 @@ SHAPES = {
 ON_A_GPU = ("1b-8192", "1b-4096", "8b-4096")
 ON_A_CPU = ("102m", "moe-96m")
 TINY = Shape(STORIES / "config.json", 1, 16, 2)
-OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
+OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "adapt_own", "adapt_low_rank", "route")
+OWN_WEIGHTS: dict[str, dict[str, Any]] = {
+    "adapt_own": {"own_rows": {"min_count": 1}, "own_gains": True},
+    "adapt_low_rank": {"low_rank": 16},
+}
+"""What methods have beside Adapt's width: weights of open tokens alone, as settings."""
 QUANTIZATIONS = get_args(QuantizedPrecision)
 QUANTIZED = ("preserve", "adapt", "lora")
 """Methods that are also measured with a base in 8 and in 4 bits."""
-THEIRS = ("transformers_fft", "peft_lora")
+THEIRS = ("transformers_fft", "peft_lora", "peft_lora_16")
 
 
 class Variant(NamedTuple):
@@ -110,7 +117,7 @@ def all_variants(*, compiled: bool) -> list[Variant]:
     quantized = [Variant(method, base=base) for base in QUANTIZATIONS for method in QUANTIZED]
     variants = [*plain, *with_liger, *quantized]
     if compiled:
-        for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora"):
+        for method in ("adapt", "preserve", "fft", *THEIRS[:2], "route", "lora"):
             variants.append(Variant(method, compiled=True))
         for variant in quantized:
             variants.append(variant._replace(compiled=True))
@@ -125,14 +132,21 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
         return Lora(name="lora", rank=spec.widths.hidden_size // 8)
     if method == "llama_pro":
         return LlamaPro(name="llama_pro", added_layers=max(1, spec.num_layers // 4))
-    lowest = None if method == "preserve" else l_fp
-    settings = {"name": "scale", "variant": method, "expansion": eighth_of(spec), "l_fp": lowest}
+    settings: dict[str, Any] = {"name": "scale", "expansion": eighth_of(spec)}
+    settings |= OWN_WEIGHTS.get(method, {})
+    settings["variant"] = "adapt" if method in OWN_WEIGHTS else method
+    settings["l_fp"] = None if method == "preserve" else l_fp
     return ScaleMethod.model_validate(settings)
 
 
-def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
+def our_model(
+    method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16"
+) -> CausalDecoder:
     """This project's model for `method`, its parameters unset."""
-    model = method_for(our_method(method, spec, l_fp), Path(), seed=0).build(spec, SINGLE, "none")
+    # As if these tokens were frequent in the new text; methods without own rows ignore it.
+    own_tokens = tuple(range(0, spec.vocab_size, 4))
+    settings = our_method(method, spec, l_fp)
+    model = method_for(settings, Path(), 0, own_tokens).build(spec, SINGLE, "none")
     if base != "bf16":
         quantize_base(model, base)
     return model
@@ -152,7 +166,7 @@ def set_randomly(parameter: Tensor) -> None:
 
 
 def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Module:
-    """The model of transformers, with PEFT's adapters on every linear map for `peft_lora`."""
+    """The model of transformers, with PEFT's adapters on every linear map for `peft_lora…`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
@@ -169,10 +183,10 @@ def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Modu
 
         apply_liger_kernel_to_llama(model=model)
     layers = model.get_submodule("model.layers")
-    if variant.method == "peft_lora":
+    if variant.method.startswith("peft_lora"):
         from peft import LoraConfig, get_peft_model
 
-        rank = config.hidden_size // 8
+        rank = 16 if variant.method == "peft_lora_16" else config.hidden_size // 8
         adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     if variant.compiled:
@@ -387,8 +401,8 @@ class Contender:
         return row
 
 
-COUNTED_AS = {"transformers_fft": "fft", "peft_lora": "lora"}
-"""Methods of others, by ours that do the same work."""
+COUNTED_AS = {"transformers_fft": "fft", "peft_lora": "lora", "peft_lora_16": "lora"}
+"""Methods of others, by ours that do the same work; of the adapters' rank that is little."""
 
 RATIOS = (
     # The name of a ratio, the figure, and the variant that it is relative to.
@@ -396,6 +410,8 @@ RATIOS = (
     ("ratio_to_fft_min", "seconds_min", "fft"),
     ("ratio_to_fft_cpu", "cpu_seconds_per_step", "fft"),
     ("ratio_to_fft_flops", "flops_per_token", "fft"),
+    ("ratio_to_adapt_min", "seconds_min", "adapt"),
+    ("ratio_to_adapt_cpu", "cpu_seconds_per_step", "adapt"),
     ("ratio_to_peft_lora", "seconds_per_step", "peft_lora"),
 )
 
@@ -418,6 +434,7 @@ def columns_of(device: torch.device) -> list[str]:
     if device.type == "cpu":
         figures = ["tokens_per_second", "seconds_per_step", "seconds_min", "cpu_seconds_per_step"]
         ratios = ["ratio_to_fft", "ratio_to_fft_min", "ratio_to_fft_cpu", "ratio_to_fft_flops"]
+        ratios += ["ratio_to_adapt_min", "ratio_to_adapt_cpu"]
     else:
         figures = ["tokens_per_second", "tflops", "peak_memory_gib", "seconds_per_step"]
         figures += ["seconds_min", "seconds_max"]

@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pipeline.checks.inputs import RunInputs, check_fits
-from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.method import Lora, Method, ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.formats import unsupported_reason
 from pipeline.errors import UserError
@@ -138,6 +138,8 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
         changes |= deepcopy(FEATURES[name])
     if {*pair} == {"preserve", "own weights"}:
         changes["method__own_first_layer"] = 1
+    if {*pair} == {"lora", "own weights"}:
+        del changes["method__low_rank"]  # LoRA's adapters are such differences
     path = write_config(folder, folder, **{"zero": 1, **changes})
     architecture: dict[str, Any] = {}
     for name in filter(pair.__contains__, CONFIG_OF):  # in this order: a set's would be chance
@@ -209,8 +211,14 @@ def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
 def test_models_leave_in_the_formats_that_the_table_names(row, base):
     values, changes, name = model_of(row)
     spec: DecoderSpec = replace(base(name).spec, **changes)
+    if "own rows" in row:
+        values["own_rows"] = "all"
+    if "own gains" in row:
+        values["own_gains"] = True
     settings: Method = TypeAdapter(Method).validate_python(values)
     plan = None
+    if isinstance(settings, Lora):
+        plan = plan_expansion(settings, spec.widths, spec.num_layers, own_tokens=(1, 2))
     if isinstance(settings, ScaleMethod):
         own = {"own_gains": True} if "own weights" in row else {}
         plan = plan_expansion(

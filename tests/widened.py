@@ -27,7 +27,8 @@ from pipeline.config.method import (
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.initial_expansion import initial_expansion

@@ -25,6 +25,7 @@ from pipeline.model.attention import (
     attention_kernel,
     document_mask,
 )
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.quantized import Quantization, computes_in_fp8, product_in_fp8, rounded
@@ -86,7 +87,11 @@ def check_parity(setting: Setting) -> Iterator[CheckRow]:
 
 
 def _preservation(
-    name: str, model: Decoder, base: Decoder, tokens: Tensor, documents: Documents | None = None
+    name: str,
+    model: CausalDecoder,
+    base: CausalDecoder,
+    tokens: Tensor,
+    documents: Documents | None = None,
 ) -> CheckRow:
     """Whether a trained model keeps the base's stream and logits, bit for bit."""
     batch = (tokens, None, documents)

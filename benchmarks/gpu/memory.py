@@ -15,7 +15,7 @@ from benchmarks.results import BASES
 from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
@@ -85,7 +85,7 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
         del model, parameter
 
 
-def _waits(model: Decoder, batch: tuple[Any, ...], setting: Setting) -> int | None:
+def _waits(model: CausalDecoder, batch: tuple[Any, ...], setting: Setting) -> int | None:
     """How often the host waits for the GPU while it hands out a micro-batch, by torch's own
     count."""
     if not setting.on_gpu:

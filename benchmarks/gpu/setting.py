@@ -15,7 +15,7 @@ from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.methods import method_for, quantize_base
 from pipeline.methods.scale import upscale
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -81,7 +81,7 @@ def started(
     dtype: torch.dtype,
     tp: TensorParallel = SINGLE,
     base_precision: BasePrecision = "bf16",
-) -> Decoder:
+) -> CausalDecoder:
     """stories260K before the first step."""
     base = open_base(STORIES)
     with tempfile.TemporaryDirectory(dir=setting.folder) as temporary:

@@ -24,7 +24,7 @@ from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind, Span, rank_file, read_index
 from pipeline.methods import build_model
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.observers.metrics import MetricsFiles
 from pipeline.parallel.sharding import named_trained_parameters
@@ -52,7 +52,7 @@ _SCORES = {
 }
 
 
-def model(base: str) -> Decoder:
+def model(base: str) -> CausalDecoder:
     """The structure of the model on a base, widened by an eighth."""
     config = adapt_run(Path(), BASES / f"{base}.json", zero=3, sequences=1)
     with torch.device("meta"):

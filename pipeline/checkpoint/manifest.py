@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,8 @@ from pipeline.config.data import Data
 from pipeline.config.method import Method
 from pipeline.config.reading import flattened, with_defaults, with_new_names
 from pipeline.config.run import BasePrecision, RunConfig
+from pipeline.config.stage_plan import training_stages
+from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import (
     CHECKSUM,
@@ -32,7 +34,7 @@ from pipeline.files import (
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.topology import Layout
 from pipeline.scale.plan import added_widths
 
@@ -45,7 +47,7 @@ _USE_ANOTHER = (
 )
 # Settings that a checkpoint and the run that uses it must have in common: SAME_MODEL to build its
 # model, SAME_OVER_A_RUN to continue the run.
-SAME_MODEL = ("method", "base_precision")
+SAME_MODEL = ("method", "base_precision", "is_hosted")
 SAME_OVER_A_RUN = (
     *SAME_MODEL,
     "expansion",
@@ -162,10 +164,29 @@ class LayoutRecord(_ManifestSection):
     dtype: str
 
 
+class StageRecord(_ManifestSection):
+    """What a stage of a run trains, and on which samples; its rates may change.
+
+    Attributes:
+        weights: of the corpora that it reads.
+        fractions: of the samples, by the role of their corpora.
+    """
+
+    name: str
+    steps: int
+    trains: tuple[str, ...]
+    global_batch_size: int
+    sequence_length: int
+    weights: dict[str, float]
+    fractions: dict[str, float]
+    passage_steps: int
+
+
 class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
     Attributes:
+        is_hosted: whether transformers computes the base (`base_code`).
         method: the section of the run configuration.
         expansion: the added widths; None if nothing is added.
         data: the section of the run configuration, without paths.
@@ -174,11 +195,13 @@ class RunRecord(_ManifestSection):
         vocabulary: the folder of the extended vocabulary.
         new_rows: how many tokens that vocabulary adds.
         own_tokens: the ids that have rows of their own; None without own rows.
+        stages: empty in a run without stages. Those that are yet to begin may change.
     """
 
     name: str
     base: BaseRecord
     base_precision: BasePrecision = "bf16"
+    is_hosted: bool = False
     method: dict[str, Any]
     expansion: dict[str, int] | None
     data: dict[str, Any]
@@ -190,6 +213,7 @@ class RunRecord(_ManifestSection):
     vocabulary: str | None = None
     new_rows: int = 0
     own_tokens: tuple[int, ...] | None = None
+    stages: tuple[StageRecord, ...] = ()
 
 
 class CheckpointFile(_ManifestSection):
@@ -226,7 +250,7 @@ class CheckpointManifest(_ManifestSection):
 def describe_run(
     config: RunConfig,
     base: BaseFolder,
-    model: Decoder,
+    model: CausalDecoder,
     tokenizer_fingerprint: str,
     corpora: Mapping[str, str] | None = None,
 ) -> RunRecord:
@@ -253,6 +277,7 @@ def describe_run(
             architecture=architecture_of(base.spec),
         ),
         base_precision=config.base_precision,
+        is_hosted=not base.spec.is_native,
         method=config.method.model_dump(mode="json"),
         expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),
@@ -264,7 +289,30 @@ def describe_run(
         vocabulary=vocabulary,
         new_rows=base.spec.new_tokens,
         own_tokens=own_tokens,
+        stages=_describe_stages(config),
     )
+
+
+def _describe_stages(config: RunConfig) -> tuple[StageRecord, ...]:
+    """The records of a run's stages; none for a run without stages."""
+    if not config.stages:
+        return ()
+    records: list[StageRecord] = []
+    for stage, settings in zip(training_stages(config), config.stages, strict=True):
+        weights, fractions = proportions(stage.config.data)
+        records.append(
+            StageRecord(
+                name=stage.name,
+                steps=stage.steps,
+                trains=tuple(settings.trains),
+                global_batch_size=stage.config.schedule.global_batch_size,
+                sequence_length=stage.config.data.sequence_length,
+                weights=weights,
+                fractions=fractions,
+                passage_steps=stage.passage_steps,
+            )
+        )
+    return tuple(records)
 
 
 def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> LayoutRecord:
@@ -341,7 +389,8 @@ def check_same_run(
 ) -> None:
     """Checks that a run can resume from a checkpoint.
 
-    Compared are the base, the settings `names`, and with `data` the content of the corpora. The
+    Compared are the base, the settings `names`, and with `data` the content of the corpora and the
+    stages that have begun. The
     parallel layout may differ. Settings that did not exist when the checkpoint was saved have their
     defaults; what the checkpoint does not record (`not_recorded`) is not compared.
 
@@ -382,6 +431,7 @@ def check_same_run(
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)
+        _check_same_stages(manifest, folder, run)
 
 
 def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
@@ -404,6 +454,49 @@ def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunReco
             "holds now; put that corpus back (make it again of the same files), or name another "
             "`folder` in the configuration, where a new run begins"
         )
+
+
+def _check_same_stages(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
+    """Compares the stages that have begun; the number of steps only of those that have ended.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    remedy = "set it back, or name another `folder` in the configuration, where a new run begins"
+    before = manifest.run.stages
+    now = run.stages
+    if bool(before) != bool(now):
+        found = "in stages" if before else "without stages"
+        raise CheckpointError(f"{folder}: was trained {found}; {remedy}")
+    step = manifest.position.step
+    begun_before = _begun(before, step)
+    begun_now = _begun(now, step)
+    if len(begun_before) != len(begun_now):
+        raise CheckpointError(
+            f"{folder}: its step {step} was in stage {len(begun_before)} of the run, and would now "
+            f"be in stage {len(begun_now)}: other numbers of steps; {remedy}"
+        )
+    for saved, wanted in zip(begun_before, begun_now, strict=True):
+        for name, value in saved.items():
+            if value != wanted[name]:
+                raise CheckpointError(
+                    f"{folder}: was trained with another stages.{saved['name']}.{name} (expected "
+                    f"{value!r}, found {wanted[name]!r}); {remedy}"
+                )
+
+
+def _begun(stages: Sequence[StageRecord], step: int) -> list[dict[str, Any]]:
+    """The stages that have begun after `step` steps, the last one without its number of steps."""
+    begun: list[dict[str, Any]] = []
+    first_step = 0
+    for stage in stages:
+        if begun and step <= first_step:
+            break
+        begun.append(stage.model_dump())
+        first_step += stage.steps
+    if begun:
+        del begun[-1]["steps"]
+    return begun
 
 
 def not_recorded(manifest: CheckpointManifest) -> list[str]:

@@ -19,17 +19,19 @@ from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.gating.gate import FittedGate
+from pipeline.hosted.bases import load_base, open_base
+from pipeline.hosted.folder import HostedFolder
 from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import open_base
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
+from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_norm import WidenedNorm
@@ -51,6 +53,8 @@ class TrainedModel:
         gate: the gate that was fitted for it, if it is to have one.
         stored_scale: the scale of added channels in a merged export, if the norms are to count them
             as there.
+        untrained: whether every parameter is read from the base: with a method that adds nothing,
+            the model is then the base itself.
     """
 
     checkpoint: Path
@@ -58,11 +62,12 @@ class TrainedModel:
     manifest: CheckpointManifest
     settings: Method
     method: TrainingMethod
-    structure: Decoder
-    stored: Decoder
+    structure: CausalDecoder
+    stored: CausalDecoder
     reader: CheckpointReader
     gate: FittedGate | None = None
     stored_scale: float | None = None
+    untrained: bool = False
 
     @property
     def spec(self) -> DecoderSpec:
@@ -142,13 +147,14 @@ class TrainedModel:
 
     def read_stored(self, name: str) -> Tensor:
         """A whole parameter of `stored`; see `read`."""
-        if name in self.trained:
+        if name in self.trained and not self.untrained:
             return self.reader.read(name)
         return self.base.read(self.method.base_name(name, self.base.spec))
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The logits of each window of tokens, with one layer in memory at a time.
+        """The logits of each window of tokens, with one layer in memory at a time, or with a hosted
+        base whole.
 
         Args:
             windows: tensors [S]. All of them pass a layer together.
@@ -157,12 +163,16 @@ class TrainedModel:
         Returns:
             A tensor [S, V] in fp32 for each window.
         """
-        decoder, fill_output = self.streamed(dtype)
+        if isinstance(self.base, HostedFolder):
+            decoder = self.loaded(dtype, torch.device("cpu"))
+        else:
+            decoder, fill_output = self.streamed(dtype)
         # Padding follows the text, and attention is causal: it changes no logit of a window.
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         length = tokens.shape[1]
         hidden = decoder.hidden_states(tokens)
-        fill_output()
+        if not isinstance(self.base, HostedFolder):
+            fill_output()
         logits = []
         for number, window in enumerate(windows):
             # The hidden states are those of all windows in a row, [B * S, D], with their padding.
@@ -170,7 +180,7 @@ class TrainedModel:
             logits.append(decoder.output.logits(hidden.rows(rows)))
         return logits
 
-    def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
+    def streamed(self, dtype: torch.dtype) -> tuple[CausalDecoder, Callable[[], None]]:
         """The decoder in `dtype`, of which at most one module has values at a time.
 
         It has its gate, if there is one. `OutputProjection.logits` is no forward pass of a module:
@@ -178,20 +188,36 @@ class TrainedModel:
         keep.
         """
         decoder = self._without_values(dtype)
+        assert isinstance(decoder, Decoder), "a hosted base is loaded whole"
         return decoder, stream_weights(decoder, self.read, dtype)
 
-    def loaded(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+    def loaded(self, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
         """The decoder in `dtype`, whole on `device`, with its gate if it has one."""
+        if isinstance(self.base, HostedFolder):
+            return self._loaded_hosted(self.base, dtype, device)
         decoder = self._without_values(dtype)
         values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
         decoder.load_state_dict(values, strict=False, assign=True)
         # `assign` has replaced the embedding's parameter, so that the output's is no longer the
         # same.
-        if decoder.spec.tie_word_embeddings:
+        if isinstance(decoder, Decoder) and decoder.spec.tie_word_embeddings:
             decoder.output.base = decoder.embedding.base.weight
         return decoder
 
-    def _without_values(self, dtype: torch.dtype) -> Decoder:
+    @torch.no_grad()
+    def _loaded_hosted(
+        self, base: HostedFolder, dtype: torch.dtype, device: torch.device
+    ) -> CausalDecoder:
+        """`loaded` with a hosted base, which transformers loads whole."""
+        with default_dtype(dtype):
+            decoder = self.method.build(base.spec, SINGLE, "none")
+        load_base(decoder, base)
+        for name, parameter in named_trained_parameters(decoder):
+            parameter.copy_(self.reader.read(name))
+        decoder.gate = self.gate
+        return decoder.to(device).eval()
+
+    def _without_values(self, dtype: torch.dtype) -> CausalDecoder:
         spec = _whole_vocabulary(self.base.spec, self.manifest)
         with torch.device("meta"):
             decoder = self.method.build(spec, SINGLE, "none")
@@ -214,7 +240,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
     """
     manifest = load_manifest(checkpoint)
-    base = open_base(base_path)
+    base = open_base(base_path, "transformers" if manifest.run.is_hosted else "native")
     try:
         settings: Method = TypeAdapter(Method).validate_python(manifest.run.method)
     except ValidationError as error:

@@ -77,10 +77,10 @@ class Allocation:
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
         # Its imports take seconds, and every stage imports this module.
-        from pipeline.sizing.estimate import Estimator
+        from pipeline.sizing.estimate import estimator_of
 
         cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_on_node)
-        return Estimator(
+        return estimator_of(
             self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster
         )
 
@@ -142,6 +142,8 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
+    if not allocation.inputs.base.spec.is_native:
+        return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 
     def needed() -> tuple[int, int]:

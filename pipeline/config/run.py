@@ -16,18 +16,28 @@ from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMe
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
+from pipeline.config.stages import Stage, check_stages
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
+BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
 """How models that a configuration names on the hub are fetched: whole, without weights, or not."""
 
 
+class OpenIdSettings(Section):
+    """Ids that the gate opens whatever their score, because old text hardly ever has them."""
+
+    min_count: PositiveInt = 20
+    """how often an id must occur in the corpora of role new; its share of them must also be ten
+    times the share that it may have in old text"""
+
+
 class GateSettings(Section):
-    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale and
-    lora only.
+    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale,
+    lora and fft only.
 
     It is fitted after training.
     """
@@ -39,7 +49,7 @@ class GateSettings(Section):
     """layer before which the gate reads the stream; default: the last place where the stream is
     exactly the base's, which is after the last layer for preserve and route, before layer l_fp for
     adapt, and before layer own_first_layer for weights of open tokens' own; 2 where that would be
-    0. Layers below a gate that reads further up run twice"""
+    0, and for fft. Layers below a gate that reads further up run twice, for fft all below it"""
     negatives: list[CorpusName] = []
     """names of the corpora of text that is not new, from which the gate learns to stay closed;
     default: the corpora of role self_generated, or the corpora of role replay if there are none"""
@@ -52,6 +62,9 @@ class GateSettings(Section):
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """largest share of the tokens that are not new on which the gate may open; sets its
     threshold"""
+    open_ids: OpenIdSettings | None = OpenIdSettings()
+    """ids that the gate opens whatever their score, as text that is not new hardly ever has them;
+    null: no ids"""
 
 
 class VocabularySettings(Section):
@@ -289,6 +302,10 @@ class RunConfig(Section):
     base: Path
     """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
+    base_code: BaseCode | None = None
+    """whose code computes the base: the package's own (native), or transformers', which knows every
+    model_type but trains with fewer settings (docs/architectures.md); default: native where there
+    is a family for the base's model_type"""
     base_precision: BasePrecision = "bf16"
     """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
     bits (fp8) or 4 (nf4; docs/method.md)"""
@@ -303,6 +320,8 @@ class RunConfig(Section):
     """corpora, their proportions, and their packing"""
     schedule: Schedule
     """steps, batch and learning rate"""
+    stages: list[Stage] = []
+    """stages in which the run trains; default: one, with everything (docs/stages.md)"""
     gate: GateSettings | None = None
     """gate that is fitted after training; default: none"""
     parallel: Parallel = Parallel()
@@ -330,6 +349,9 @@ class RunConfig(Section):
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
     """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
     (collaborative), or all"""
+    recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
+    """results that those layers keep all the same: nothing, the results of attention kernels
+    (attention), or also the products of gate and up maps (products; docs/sizing.md)"""
     deterministic: bool = False
     """whether GPUs use deterministic kernels where there are any, so that a command gives equal
     bits each time; slower (docs/checkpoints.md)"""
@@ -338,10 +360,18 @@ class RunConfig(Section):
     less time on an H100"""
 
     @model_validator(mode="after")
+    def _stages_fit(self) -> RunConfig:
+        if self.stages:
+            check_stages(self.stages, self.schedule, self.data)
+        return self
+
+    @model_validator(mode="after")
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
-        if not isinstance(self.method, (ScaleMethod, Lora)):
+        if isinstance(self.method, FullFineTuning):
+            self._check_gate_of_difference(self.gate)
+        elif not isinstance(self.method, (ScaleMethod, Lora)):
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
@@ -355,6 +385,19 @@ class RunConfig(Section):
                 "gate: needs text that is not new; add a corpus of role self_generated or replay"
             )
         return self
+
+    def _check_gate_of_difference(self, gate: GateSettings) -> None:
+        """The gate of full fine-tuning, whose export is the base and a difference."""
+        if gate.layer == 0:
+            raise ValueError(
+                "gate.layer: with method fft at least 1, as before layer 0 there is the token "
+                "alone, found 0"
+            )
+        if self.vocabulary is not None:
+            raise ValueError(
+                "gate: not with method fft beside an extended vocabulary, for whose tokens the "
+                "base has no rows; remove gate or vocabulary"
+            )
 
     @model_validator(mode="after")
     def _own_weights_have_a_gate(self) -> RunConfig:
@@ -417,6 +460,11 @@ class RunConfig(Section):
                     f"validation.probe: method {self.method.name} keeps no base to compare with; "
                     "remove it"
                 )
+        if self.validation.stop_after is not None and self.stages:
+            raise ValueError(
+                "validation.stop_after: not with `stages`, of which one that gains nothing may "
+                "come before one that does; remove one of the two"
+            )
         new = [name for name, corpus in self.data.corpora.items() if corpus.role == "new"]
         if self.validation.stop_after is not None and not any(map(self._has_heldout, new)):
             raise ValueError(
@@ -438,6 +486,16 @@ class RunConfig(Section):
         if self.gate is not None and self.gate.negatives:
             return self.gate.negatives
         return by_role["self_generated"] or by_role["replay"]
+
+    @property
+    def trains(self) -> list[str]:
+        """What trains in one of the stages, of all that the method trains; empty: everything."""
+        trained: list[str] = []
+        for stage in self.stages:
+            if not stage.trains:
+                return []
+            trained += stage.trains
+        return list(dict.fromkeys(trained))
 
     @property
     def tokenizer(self) -> Path:

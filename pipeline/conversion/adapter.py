@@ -43,10 +43,16 @@ _Part = tuple[FusedPart | None, str]
 """Which rows of a module an adapter changes (None: all), and the adapter's path in our decoder."""
 
 
-def adapter_unsupported_reason(settings: Method, spec: DecoderSpec) -> str | None:
+def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bool) -> str | None:
     """Why what a method trained is no adapter of its base; None if it is."""
     if not isinstance(settings, Lora):
         return f"method {settings.name} trains no adapters"
+    if settings.has_own_weights:
+        return "own rows and gains are not part of an adapter"
+    if settings.own_first_layer > 0:
+        return "PEFT takes adapters to be in every layer (own_first_layer leaves some out)"
+    if gated:
+        return "a gate decides for each token (--without-gate leaves it out)"
     if spec.new_tokens > 0:
         return "the rows of an extended vocabulary are not part of an adapter"
     if spec.mixture is not None:

@@ -295,8 +295,9 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
         if path in model.adapters:
             change = model.read(f"{path}.b") @ model.read(f"{path}.a")
             weight = weight.float() + model.adapters[path].scale * change
-        own_gain = name.replace(".base.", ".own.")
-        if own_gain in model.shapes:
+        stem, separator, leaf = name.rpartition(".base.")
+        own_gain = f"{stem}.own.{leaf}"
+        if separator and own_gain in model.shapes:
             weight = weight.float() + model.read(own_gain)
         if residual is None:
             return weight

@@ -21,7 +21,7 @@ from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
@@ -30,9 +30,15 @@ from pipeline.scale_math import NEVER
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder, gate: FittedGate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+    decoder: CausalDecoder,
+    base: CausalDecoder,
+    gate: FittedGate,
+    heldout: Mapping[str, HeldoutSamples],
+    config: RunConfig,
 ) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
+
+    `base` is the decoder itself, or of full fine-tuning the model that it was trained from.
 
     Returns:
         The effect on each corpus; and the largest difference of a logit from the base's where the
@@ -48,7 +54,12 @@ def measure(
             all_closed: list[Tensor] = []
             all_nll: list[Tensor] = []
             for group in windows.groups():
-                closed, nll, difference = _passes(decoder, gate, group, config)
+                if base is decoder:
+                    closed, nll, difference = _passes(decoder, gate, group, config)
+                else:
+                    closed, nll = _passes_of_two(decoder, base, gate, group, config)
+                    # The base's own logits are what a closed token gets.
+                    difference = 0.0 if closed.all(dim=1).any() else None
                 all_closed.append(closed)
                 all_nll.append(nll)
                 if difference is not None:
@@ -65,7 +76,7 @@ def measure(
 
 
 def _passes(
-    decoder: Decoder, gate: FittedGate, group: Windows, config: RunConfig
+    decoder: CausalDecoder, gate: FittedGate, group: Windows, config: RunConfig
 ) -> tuple[Tensor, Tensor, float | None]:
     """Runs the base, the model without its gate, and the model with it.
 
@@ -95,6 +106,34 @@ def _passes(
     for hidden in (base, ungated, gated):
         nll.append(decoder.output(hidden, targets).nll.double().cpu())
     return closed, torch.stack(nll).view(3, *closed.shape), difference
+
+
+def _passes_of_two(
+    decoder: CausalDecoder,
+    base: CausalDecoder,
+    gate: FittedGate,
+    group: Windows,
+    config: RunConfig,
+) -> tuple[Tensor, Tensor]:
+    """As `_passes` where the base is a model of its own: an open token takes the trained model's
+    logits, a closed one the base's.
+
+    Returns:
+        Where the gate is closed: bool [N, S].
+        The nll of the targets by the base, by the trained model, and with the gate: [3, N, S], in
+        fp64.
+    """
+    inputs, targets = decoder_inputs(group, config, decoder)
+    stream = base.base_stream(*inputs, layer=gate.layer)
+    document_ids = None if inputs.documents is None else inputs.documents.ids
+    is_open = gate.is_open(stream, document_ids) | gate.opens_id(inputs.tokens)
+    closed = ~is_open.cpu() | ~group.present
+    nll = []
+    for model in (base, decoder):
+        found = model.output(model.hidden_states(*inputs), targets).nll
+        nll.append(found.double().cpu().view(closed.shape))
+    of_base, of_trained = nll
+    return closed, torch.stack([of_base, of_trained, torch.where(closed, of_base, of_trained)])
 
 
 def _figures(
@@ -136,7 +175,7 @@ def _perplexity(nll: Tensor) -> float | None:
     return _finite(perplexity(float(nll.mean())))
 
 
-def loaded(model: TrainedModel) -> Decoder:
+def loaded(model: TrainedModel) -> CausalDecoder:
     """The model on a GPU in its base's type; without a GPU in fp32 on the CPU.
 
     Matrix products in 16 bits are slow on CPUs.
@@ -147,20 +186,20 @@ def loaded(model: TrainedModel) -> Decoder:
 
 
 def decoder_inputs(
-    group: Windows, config: RunConfig, decoder: Decoder
+    group: Windows, config: RunConfig, decoder: CausalDecoder
 ) -> tuple[TokenBatch, Tensor]:
     """What the decoder reads, and its targets [B · S], on the decoder's device.
 
     It reads tokens and positions, [B, S] both, and where documents lie.
     """
-    device = decoder.embedding.base.weight.device
+    device = decoder.device
     documents = group.documents(device) if config.data.document_mask else None
     batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
     return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(
-    decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
+    decoder: CausalDecoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
 ) -> float:
     """The largest difference of the logits of two passes over the same tokens.
 

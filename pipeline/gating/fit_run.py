@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,13 @@ from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.run import GateFeatures, GateSettings, RunConfig
+from pipeline.config.run import GateFeatures, GateSettings, OpenIdSettings, RunConfig
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
+from pipeline.errors import CheckpointError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
 from pipeline.gating.effect import loaded, measure
@@ -34,9 +35,12 @@ from pipeline.gating.folder import (
     write_gate,
 )
 from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
+from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
+from pipeline.methods.own_tokens import token_counts
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -81,8 +85,18 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
 
     decoder = loaded(model)
-    gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
-    texts, difference = measure(decoder, gate, heldout, config)
+    base = decoder
+    if not decoder.keeps_base:
+        # Full fine-tuning: the base is a model of its own.
+        base = loaded(replace(model, untrained=True))
+    fit = fit_on(BaseStream(base, layer), text, config.gate)
+    open_ids = NO_OPEN_IDS
+    if config.gate.open_ids is not None:
+        open_ids = _open_ids(config, config.gate.open_ids, model, fit.old_ids)
+    gate = replace(fit.gate, open_ids=open_ids.ids)
+    is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
+    is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
+    texts, difference = measure(decoder, base, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -91,10 +105,13 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     record = GateRecord(
         request=request,
         **{name: getattr(gate, name) for name in NUMBERS},
-        auc=area_under_roc(new, negatives),
-        closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
-        open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
-        left_out_of_own_text=left_out,
+        open_ids=len(gate.open_ids),
+        open_ids_of_new=open_ids.of_new,
+        open_ids_of_old=open_ids.of_old,
+        auc=area_under_roc(fit.new, fit.negatives),
+        closed_fraction_of_new=float((~is_new_open).double().mean()),
+        open_fraction_of_negatives=float(is_negative_open.double().mean()),
+        left_out_of_own_text=fit.left_out,
         heldout=texts,
         closed_max_abs_logit_difference=difference,
     )
@@ -112,6 +129,33 @@ def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -
     return FittingText(
         fit=text.fit.without_tokens_from(vocabulary.base_rows),
         unused=text.unused.without_tokens_from(vocabulary.base_rows),
+    )
+
+
+def _open_ids(
+    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, old_ids: Tensor
+) -> OpenIds:
+    """The ids that the gate opens, by the corpora of role new, and by old text.
+
+    Old text is what was read of the negatives, and all corpora of role replay.
+
+    old_ids: [Q], as in `Fit`.
+
+    Raises:
+        DataError: a corpus is missing, damaged, or not of this tokenizer.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    # With new tokens, which are open anyway: the base's ids come first.
+    rows = model.spec.vocab_size
+    base_rows = model.base.spec.vocab_size
+    new = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer.fingerprint)
+    old = token_counts(config, "replay", rows, tokenizer_fingerprint=tokenizer.fingerprint)
+    old += np.bincount(old_ids.numpy(), minlength=rows)
+    return choose_open_ids(
+        new[:base_rows],
+        old[:base_rows],
+        min_count=settings.min_count,
+        never=tokenizer.reference.added_ids,
     )
 
 
@@ -151,8 +195,8 @@ def warn_of_cost(record: GateRecord) -> None:
 class BaseStream:
     """The base's stream before `layer` of a decoder, which must have it there exactly."""
 
-    def __init__(self, decoder: Decoder, layer: int) -> None:
-        self.device = decoder.embedding.base.weight.device
+    def __init__(self, decoder: CausalDecoder, layer: int) -> None:
+        self.device = decoder.device
         self.layer = layer
         self.decoder = decoder
 
@@ -199,12 +243,19 @@ class Fit(NamedTuple):
         negatives: [M], the scores of tokens of other text.
         left_out: the share of the self-generated text that counts as neither, because it is of the
             new text's kind.
+        new_ids: [P], the ids of those tokens of new text.
+        negative_ids: [M], the ids of those tokens of other text.
+        old_ids: [Q], the ids of all tokens of other text that were read; of what the base wrote,
+            without tokens that look new.
     """
 
     gate: FittedGate
     new: Tensor
     negatives: Tensor
     left_out: float
+    new_ids: Tensor
+    negative_ids: Tensor
+    old_ids: Tensor
 
 
 def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
@@ -223,7 +274,8 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
 
     is_open = torch.zeros_like(text.fit.present)
     is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
-    kept = text.fit.without_new_kind(is_open).present[text.fit.present]
+    fit = text.fit.without_new_kind(is_open)
+    kept = fit.present[text.fit.present]
     if not kept.all():
         weight, bias = fit_logistic(
             features[kept.to(stream.device)], is_new[kept].to(stream.device)
@@ -245,7 +297,15 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
     new = scores[unused.present & unused.is_new]
     negatives = scores[unused.present & ~unused.is_new]
     threshold = threshold_for(negatives, settings.max_open_fraction)
-    return Fit(replace(gate, threshold=threshold), new, negatives, left_out)
+    return Fit(
+        gate=replace(gate, threshold=threshold),
+        new=new,
+        negatives=negatives,
+        left_out=left_out,
+        new_ids=unused.tokens[unused.present & unused.is_new],
+        negative_ids=unused.tokens[unused.present & ~unused.is_new],
+        old_ids=torch.cat([fit.old_ids(is_open), unused.old_ids(scores > 0)]),
+    )
 
 
 def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
@@ -277,15 +337,10 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
         ConfigError: the base has fewer layers than gate.layer.
     """
     plan = model.plan
-    assert plan is not None, "RunConfig allows a gate with methods scale and lora alone"
-    layer = settings.layer
-    if layer is None:
-        return plan.default_gate_layer
-    if layer > plan.num_layers:
-        raise ConfigError(
-            f"gate.layer: {layer} is beyond {plan.num_layers}, after the last layer of the base; "
-            f"use 0 to {plan.num_layers}"
-        )
+    if plan is None:
+        # Full fine-tuning: the base runs beside the trained model, exact in every layer.
+        return checked_gate_layer(settings.layer, GATE_LAYER, model.spec.num_layers)
+    layer = plan.gate_layer(settings.layer)
     if layer > plan.last_exact_layer:
         _logger.info(
             "gate.layer %d is above layer %d, where trained weights begin: the %d layers between "
@@ -315,6 +370,7 @@ def as_text(record: GateRecord) -> str:
         f"AUC {record.auc:.5f}, closed, of new: {record.closed_fraction_of_new:.2%}; "
         f"open, of other: {record.open_fraction_of_negatives:.2%}; "
         f"left out of the base's own: {record.left_out_of_own_text:.2%}; "
+        f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of new text's tokens; "
         "impossible, as new tokens after a closed token: "
         f"{impossible:.2%} of the tokens of a corpus at most"
     )

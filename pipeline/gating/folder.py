@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load, save_file
 
@@ -30,6 +31,7 @@ GATE_RECORD = "gate.json"
 FORMAT = "scale-cpt gate 1"
 GATE = FolderKind("a gate", GATE_RECORD, FORMAT)
 _TENSOR_FILE = "gate.safetensors"
+_OPEN_IDS = "open_ids"
 _AGAIN = "fit the gate again with scale-cpt gate"
 
 
@@ -88,6 +90,12 @@ class GateRecord(BaseModel):
     lower: None = None
     """of gates of earlier versions, which had a mean between two thresholds: they are fitted again
     """
+    open_ids: int = 0
+    """how many ids are open whatever their score; which ones, the file of tensors says"""
+    open_ids_of_new: float = 0.0
+    """their share of the tokens of the corpora of role new"""
+    open_ids_of_old: float = 0.0
+    """their share of the tokens of the old text that was read"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and
     another that the score orders correctly"""
@@ -111,10 +119,9 @@ def write_gate(folder: Path, gate: FittedGate, record: GateRecord) -> None:
     Raises OutputError if `folder` is something else.
     """
     with published_folder(folder, GATE) as partial:
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()},
-            partial / _TENSOR_FILE,
-        )
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}
+        tensors[_OPEN_IDS] = torch.tensor(gate.open_ids, dtype=torch.long)
+        save_file(tensors, partial / _TENSOR_FILE)
         stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
         write_record(partial / GATE_RECORD, stored)
 
@@ -150,5 +157,9 @@ def open_gate(folder: Path) -> tuple[FittedGate, GateRecord]:
         raise CheckpointError(
             f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}"
         )
-    tensors = {name: tensor.float() for name, tensor in load(content).items()}
-    return FittedGate(**record.model_dump(include=set(NUMBERS)), **tensors), record
+    tensors = load(content)
+    # Gates of earlier versions have none.
+    open_ids = tensors.pop(_OPEN_IDS, torch.empty(0, dtype=torch.long))
+    of_scores = {name: tensor.float() for name, tensor in tensors.items()}
+    numbers = record.model_dump(include=set(NUMBERS))
+    return FittedGate(**numbers, **of_scores, open_ids=tuple(open_ids.tolist())), record

@@ -3,6 +3,9 @@
 A closed token takes no W12 and no Z^up: it gets what the base gives. The gate reads the stream
 where no trained block has changed it, so its decisions do not depend on what was trained. It is
 fitted after training, and used in inference only (docs/gate.md).
+
+Ids that old text never has are open whatever the probe says, as new tokens of an extended
+vocabulary are.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class FittedGate:
         bias: the score is `weight · (feature − mean) / std + bias`, the log odds that the text is
             new.
         threshold: tokens with a higher score are open, the others closed.
+        open_ids: ids of the base's vocabulary that are open whatever their score, in order.
     """
 
     layer: int
@@ -43,6 +47,7 @@ class FittedGate:
     weight: Tensor
     bias: float
     threshold: float
+    open_ids: tuple[int, ...] = ()
 
     def scores(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> the scores [B, S]
@@ -55,12 +60,21 @@ class FittedGate:
         return gate_scores(features, mean, std, weight, self.bias)
 
     def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x: [B, S, D], the base stream before `layer` -> which tokens are open: bool [B, S]."""
+        """x: [B, S, D], the base stream before `layer` -> which tokens are open by their score:
+        bool [B, S]."""
         return self.scores(x, document_ids) > self.threshold
+
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
+        return torch.isin(tokens, self._open_id_tensor.to(tokens.device))
+
+    @cached_property
+    def _open_id_tensor(self) -> Tensor:
+        return torch.tensor(self.open_ids, dtype=torch.long, device="cpu")
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The gate's tensors, by name."""
+        """The gate's tensors in fp32, by name."""
         return {"mean": self.mean, "std": self.std, "weight": self.weight}
 
 

@@ -218,8 +218,10 @@ def config_to_widened(
 
 
 def gate_to_config(gate: FittedGate) -> dict[str, Any]:
-    """The entries that describe a gate; its tensors are stored beside the weights."""
+    """The entries that describe a gate; its tensors, and which ids it opens, are stored beside the
+    weights."""
     config: dict[str, Any] = {"gate_decay": GATE_DECAY}
     for name in NUMBERS:
         config[f"gate_{name}"] = getattr(gate, name)
+    config["gate_open_ids"] = bool(gate.open_ids)
     return config

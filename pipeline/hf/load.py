@@ -11,16 +11,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_object
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
+from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.model.base_folder import files_by_tensor
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import loading_options
 
 # Folders of the scale format are loaded with the package's own copy of the code that they carry.
-OWN_MODELS = {ScaleConfig: ScaleForCausalLM, CombinedConfig: CombinedForCausalLM}
+OWN_MODELS: dict[Any, Any] = {
+    ScaleConfig: ScaleForCausalLM,
+    CombinedConfig: CombinedForCausalLM,
+    DifferenceConfig: DifferenceForCausalLM,
+    HostedScaleConfig: HostedScaleForCausalLM,
+}
 for _config, _model in OWN_MODELS.items():
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForCausalLM.register(_config, _model, exist_ok=True)

@@ -31,9 +31,11 @@ from pipeline.model.base_folder import INDEX_FILE
 
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
+CONFIGURATION = "configuration_"
+"""How the names of files of code begin that define a configuration, which transformers imports
+first."""
 CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
-"""The file of code that every folder of the scale format carries, and transformers imports first.
-"""
+"""The file of code that every folder of the scale format carries."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def code_files(model: type) -> list[Path]:
 
 
 def copy_code(folder: Path, files: Sequence[Path]) -> None:
-    """Copies the Python files of an export into `folder`; their configuration file ends with a hash
+    """Copies the Python files of an export into `folder`; their configuration files end with a hash
     of them all.
 
     transformers takes a model's class by that of its configuration, which it knows by the contents
@@ -184,7 +186,8 @@ def copy_code(folder: Path, files: Sequence[Path]) -> None:
     for file in sorted(files):
         digest.update(f"{file.name} {file_hash(file)}\n".encode())
         shutil.copy(file, folder)
-    if files:
-        path = folder / CONFIGURATION_FILE
-        code = path.read_text(encoding="utf-8")
-        write_text(path, f"{code}# The code of this folder: {digest.hexdigest()}\n")
+    for file in files:
+        if file.name.startswith(CONFIGURATION):
+            path = folder / file.name
+            code = path.read_text(encoding="utf-8")
+            write_text(path, f"{code}# The code of this folder: {digest.hexdigest()}\n")

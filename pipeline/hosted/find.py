@@ -7,6 +7,8 @@ model, built without memory.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -25,11 +27,16 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
     Raises:
         UnsupportedStructureError: it cannot be hosted; the message says why, with the figure.
     """
-    twin = build_twin(config)
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        twin = build_twin(config)
         layer_list, layers = find_layers(twin)
         documents = find_separation(twin)
     names = {module: name for name, module in twin.named_modules()}
+    output = twin.get_output_embeddings()
+    if output is None:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: transformers does not say which module computes its logits"
+        )
     own_config = model_class_of(config)[1]
     structure = HostedStructure(
         model_type=config.model_type,
@@ -38,11 +45,22 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
         layer_list=layer_list,
         layers=layers,
         embedding=names[twin.get_input_embeddings()],
-        output=names[twin.get_output_embeddings()],
+        output=names[output],
         documents=documents,
     )
     check_names(structure, twin, build_without_memory(config))
     return structure
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations on tiny tensors run on one thread: several would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_without_memory(config: PretrainedConfig) -> PreTrainedModel:

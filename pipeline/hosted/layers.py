@@ -6,7 +6,7 @@ additivity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,15 +73,13 @@ def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
     width = _checked_width(twin, called, calls)
 
     found: list[list[_Found]] = []
-    for layer in called.values():
-        walk = _Walk()
-        _walk(layer, calls, width, names, walk)
-        _add_bare_ffn(walk, width)
-        if not walk.blocks:
-            raise UnsupportedStructureError(
-                f"{names[layer]} ({type(layer).__name__}): neither a token mixer nor an FFN found"
-            )
-        found.append(sorted(walk.blocks, key=lambda block: block.entry.place))
+    first_of_kind: dict[Hashable, int] = {}
+    for index, layer in enumerate(called.values()):
+        first = first_of_kind.setdefault(_layer_kind(layer), index)
+        if first == index:
+            found.append(_find_blocks(layer, calls, width, names))
+        else:
+            found.append(_same_blocks(found[first], list(called.values())[first], layer, calls))
     _find_shared_keys(twin, inputs, calls, found)
     for index, (layer, blocks) in enumerate(zip(called.values(), found, strict=True)):
         _find_reach(calls[layer][0], blocks, names)
@@ -175,6 +173,50 @@ def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls
             f"{list(text)}: on other positions than the text's"
         )
     return int(twin.config.get_text_config().hidden_size)
+
+
+def _layer_kind(layer: nn.Module) -> Hashable:
+    """What layers have in common that were built alike: classes, shapes and plain attributes."""
+    parts: list[Hashable] = []
+    for name, module in layer.named_modules():
+        attributes: list[tuple[str, Any]] = []
+        for attribute, value in sorted(vars(module).items()):
+            if isinstance(value, (bool, int, float, str)) and attribute != "layer_idx":
+                attributes.append((attribute, value))
+        shapes = tuple(parameter.shape for parameter in module.parameters(recurse=False))
+        parts.append((name, type(module), tuple(attributes), shapes))
+    return tuple(parts)
+
+
+def _find_blocks(
+    layer: nn.Module, calls: Calls, width: int, names: Mapping[nn.Module, str]
+) -> list[_Found]:
+    """The blocks of a layer, in the order in which they run.
+
+    Raises:
+        UnsupportedStructureError: there are none, or one cannot be hosted.
+    """
+    walk = _Walk()
+    _walk(layer, calls, width, names, walk)
+    _add_bare_ffn(walk, width)
+    if not walk.blocks:
+        raise UnsupportedStructureError(
+            f"{names[layer]} ({type(layer).__name__}): neither a token mixer nor an FFN found"
+        )
+    return sorted(walk.blocks, key=lambda block: block.entry.place)
+
+
+def _same_blocks(
+    blocks: list[_Found], layer: nn.Module, other: nn.Module, calls: Calls
+) -> list[_Found]:
+    """The blocks of the layer `other`, which is of the kind of `layer` with these `blocks`."""
+    names = {module: name for name, module in layer.named_modules()}
+    same: list[_Found] = []
+    for block in blocks:
+        entry = calls[other.get_submodule(names[block.entry.module])][0]
+        end = calls[other.get_submodule(names[block.end.module])][0]
+        same.append(_Found(entry, end, block.kind, block.within_residual))
+    return same
 
 
 def _walk(

@@ -37,6 +37,12 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|laurel_rank|hc_lowrank|gated_norm_rank", 16),
     (r"router_hidden_size", 32),
     (r".*vocab_size.*|vocab_size_per_layer_input|text_vocab", VOCAB_SIZE),
+    # Inner widths, another number than the stream's.
+    (
+        r".*intermediate_size(_mlp)?|.*ffn_dim|d_ff|dff|dim_ff|n_inner|d_inner|ffn_hidden_size"
+        r"|.*_ffn_hidden_size|mlp_dim|feed_forward_size|share_expert_dim",
+        192,
+    ),
     # Width of the residual stream, and of what must fit it.
     (
         r"(.*_)?hidden_(size|dim)(s|_global)?|d_model|n_embd|dim|emb_dim|embed(ding)?_dim"
@@ -46,12 +52,6 @@ _LARGEST: tuple[tuple[str, int], ...] = (
         HIDDEN_SIZE,
     ),
     (r"mamba_d_ssm", 2 * HIDDEN_SIZE),
-    # Inner widths, another number than the stream's.
-    (
-        r".*intermediate_size(_mlp)?|.*ffn_dim|d_ff|dff|dim_ff|n_inner|d_inner|ffn_hidden_size"
-        r"|.*_ffn_hidden_size|mlp_dim|feed_forward_size|share_expert_dim",
-        192,
-    ),
     # State spaces, whose heads times head size are twice the stream's width.
     (r"(n_mamba|mamba_n|mamba_num)_heads", 8),
     (r"mamba_(d_head|head_?dim)", HEAD_DIM),
@@ -63,7 +63,8 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 16),
-    (r"index_head_dim", 32),
+    (r"index(er)?_head_dim", 32),
+    (r"indexer_compress_ratio", 4),
     (r"index_n_heads", 4),
     (r"q_lora_rank|o_lora_rank", 48),
     (r"kv_lora_rank", 32),
@@ -74,10 +75,14 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     # Shorter than the texts of the probes, so that these reach beyond a window.
     (r"sliding_window(_size)?|window_size|attention_chunk_size|attention_window_size", 8),
     (r"local_attention|keep_window_size", 8),
-    (r"index_topk|index_topk_blocks", 8),
-    (r"index_block_size", 4),
+    # Sparse attention chooses more tokens than the probes' documents have, so that no rounding
+    # changes the choice, and fewer than a row of them, so that a choice across documents shows.
+    (r"index_topk|indexer_budget", 16),
+    (r"index_topk_blocks|index_block_size", 4),
     # Mixtures of experts.
-    (r"(n_routed|num_local|num|moe_num|zero)_experts?(_num)?", 8),
+    (r"(n_routed|num_local|num|moe_num)_experts?", 8),
+    # LongCat's experts that give their input: the probes take them for a residual connection.
+    (r"zero_expert_num", 0),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token", 2),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),
@@ -171,7 +176,9 @@ def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str,
     for name, value in values.items():
         if name in {"quantization_config", "dtype", "torch_dtype", "auto_map"}:
             continue
-        if isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            cut[name] = {layer: _cut(of_layer, special_tokens) for layer, of_layer in value.items()}
+        elif isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
             cut[name] = _cut(value, special_tokens)
         elif _TOKEN_ID.fullmatch(name):
             cut[name] = _token_ids(value, special_tokens)
@@ -211,14 +218,18 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
     key_heads = values.get("linear_num_key_heads")
     if key_heads is not None and key_heads == values.get("linear_num_value_heads"):
         cut["linear_num_key_heads"] = cut["linear_num_value_heads"]
+    width = cut.get("hidden_size")
     if "state_size" in values and "num_heads" in values:  # Mamba 2: its heads are a state space's
-        cut["num_heads"] = 2 * HIDDEN_SIZE // HEAD_DIM
+        cut["num_heads"] = cut["expand"] * width // cut["head_dim"]
     if "mamba_n_heads" in cut and "mamba_d_head" in cut:
-        width = cut.get("mamba_d_ssm") or cut["mamba_expand"] * HIDDEN_SIZE
-        cut["mamba_d_head"] = width // cut["mamba_n_heads"]
-    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0):  # Zamba
-        cut["attention_hidden_size"] = 2 * HIDDEN_SIZE
-        cut["attention_head_dim"] = cut["attention_hidden_size"] // HEADS
+        inner_width = cut.get("mamba_d_ssm") or cut["mamba_expand"] * width
+        cut["mamba_d_head"] = inner_width // cut["mamba_n_heads"]
+    if width and values.get("attention_hidden_size") == 2 * values["hidden_size"]:  # Zamba
+        cut["attention_hidden_size"] = 2 * width
+        cut["attention_head_dim"] = cut["attention_hidden_size"] // cut["num_attention_heads"]
+    for name, value in values.items():
+        if "vocab" in name and value == values.get("vocab_size"):
+            cut[name] = VOCAB_SIZE  # whatever the real one is: the probes' tokens need it
     rotary = values.get("qk_rope_head_dim")
     if rotary is not None:
         if values.get("head_dim") == rotary:
@@ -229,29 +240,29 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
 
 
 def _cut_rotary(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
-    """Shortens lists with one number for each pair of channels of a head."""
-    head_dim = values.get("head_dim")
-    if not head_dim and values.get("hidden_size") and values.get("num_attention_heads"):
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
+    """Shortens lists with one number for each pair of channels that is rotated."""
+    head_dim = cut.get("head_dim")
+    if not head_dim and cut.get("hidden_size") and cut.get("num_attention_heads"):
+        head_dim = cut["hidden_size"] // cut["num_attention_heads"]
     if not head_dim:
         return
-    small = cut.get("head_dim") or HEAD_DIM
+    part = values.get("partial_rotary_factor") or 1.0
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(name), Mapping):
-            cut[name] = _cut_frequencies(values[name], small / head_dim)
+            cut[name] = _cut_frequencies(values[name], head_dim, part)
 
 
-def _cut_frequencies(rotary: Mapping[str, Any], ratio: float) -> dict[str, Any]:
-    """The parameters of a rotary embedding for heads that are smaller by `ratio`."""
+def _cut_frequencies(rotary: Mapping[str, Any], head_dim: int, part: float) -> dict[str, Any]:
+    """The parameters of a rotary embedding that rotates a `part` of each head, for small heads."""
+    pairs = int(head_dim * rotary.get("partial_rotary_factor", part)) // 2
     cut: dict[str, Any] = {}
     for name, value in rotary.items():
         if isinstance(value, Mapping):  # parameters of one type of layer
-            cut[name] = _cut_frequencies(value, ratio)
+            cut[name] = _cut_frequencies(value, head_dim, part)
         elif name in {"short_factor", "long_factor"}:
-            cut[name] = value[: round(len(value) * ratio)]
+            cut[name] = value[:pairs]
         elif name == "mrope_section":
-            pairs = round(sum(value) * ratio)
-            sections = [int(section * ratio) for section in value]
+            sections = [section * pairs // sum(value) for section in value]
             sections[0] += pairs - sum(sections)
             cut[name] = sections
         else:

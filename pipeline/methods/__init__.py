@@ -7,6 +7,8 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_run
 from pipeline.methods.baselines import (
     FreezeMethod,
     FullFineTuningMethod,
@@ -14,10 +16,13 @@ from pipeline.methods.baselines import (
     LoraMethod,
 )
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.parameter_groups import matching
 from pipeline.methods.scale import Scale
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
+from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
 
@@ -57,24 +62,29 @@ def build_model(
     spec: DecoderSpec,
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
-) -> Decoder:
+    kept_results: KeptResults | None = None,
+) -> CausalDecoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
-    `requires_grad` is set where parameters train. Where the run learns self-generated text by KL
-    and the base itself trains, the model has a frozen copy of the base. With `base_precision` the
-    base's linear maps are quantised.
+    `requires_grad` is set where parameters train, in any of the stages of `config`. Where the run
+    learns self-generated text by KL and the base itself trains, the model has a frozen copy of the
+    base. With `base_precision` the base's linear maps are quantised.
 
     Args:
         config: the run.
         spec: the base's architecture.
         tp: this rank's place in its tensor-parallel group.
         activation_checkpointing: takes the place of the run's setting.
+        kept_results: takes the place of the run's `recomputation_keeps`.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
-        ConfigError: `compile` with a mixture of experts.
+        ConfigError: `compile` with a mixture of experts, a stage's `trains` that matches nothing,
+            or a setting that a hosted base cannot have.
     """
     check_sequence_length(config.data.sequence_length, tp)
+    if isinstance(spec, HostedSpec):
+        check_hosted_run(config, spec, tp.size)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
             "compile: expected false: where tokens go in a mixture of experts is known at run time "
@@ -83,15 +93,41 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
+    model.kept_results = kept_results or config.recomputation_keeps
     model.output.kl_coefficient = config.data.kl_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
     if config.base_precision != "bf16":
         quantize_base(model, config.base_precision)
+    if config.stages:
+        rest_all_but_stages(model, config)
     return model
 
 
-def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
+def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
+    """Freezes what the method trains, but none of the stages of `config`.
+
+    Their names are then `model.resting`.
+
+    Raises:
+        ConfigError: a kind of block or a pattern in `trains` matches nothing.
+    """
+    trained = dict(named_trained_parameters(model))
+    kept: set[str] = set()
+    for stage in config.stages:
+        for key in stage.trains:
+            kept.update(matching(key, trained, setting=f"stages.{stage.name}.trains"))
+    if not config.trains:
+        return  # One of the stages trains everything.
+    resting: list[str] = []
+    for name, parameter in trained.items():
+        if name not in kept:
+            parameter.requires_grad_(False)
+            resting.append(name)
+    model.resting = tuple(resting)
+
+
+def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`.
 
     Embedding, norms and output projection stay.

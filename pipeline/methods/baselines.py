@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
@@ -47,7 +48,7 @@ class FullFineTuningMethod(TrainingMethod):
             )
         return Decoder(spec, tp=tp)
 
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=lambda name: name.removeprefix(REFERENCE))
 
 
@@ -94,12 +95,12 @@ class LoraMethod(FrozenBaseMethod):
         super().__init__(settings, expansion_folder, seed, own_tokens)
         self.targets = settings.target_modules
 
-    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
         model = super()._build(spec, tp)
         self._check_targets(model)
         return model
 
-    def _check_targets(self, model: Decoder) -> None:
+    def _check_targets(self, model: CausalDecoder) -> None:
         """Raises ConfigError for a name in `target_modules` that no linear map has."""
         names: dict[str, None] = {}
         for path, module in model.named_modules():
@@ -113,7 +114,7 @@ class LoraMethod(FrozenBaseMethod):
                 )
 
     @torch.no_grad()
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         if starts_from_expansion(self.settings):
             super()._load(model, base, tp)
             return
@@ -188,7 +189,8 @@ class LlamaProMethod(TrainingMethod):
         return f"layers.{self._base_layer(int(layer), spec)}.{rest}"
 
     @torch.no_grad()
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
+        assert isinstance(model, Decoder), "hosted bases take method scale only"
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
         for layer in model.added_layers:
             for name, parameter in model.layers[layer].named_parameters():

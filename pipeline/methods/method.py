@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from pipeline.expansion_folder import ExpansionFolder
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.from_hf import load_new_tokens
 from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.spec import DecoderSpec
@@ -21,7 +21,7 @@ class TrainingMethod(ABC):
         spec: DecoderSpec,
         tp: TensorParallel,
         activation_checkpointing: ActivationCheckpointing,
-    ) -> Decoder:
+    ) -> CausalDecoder:
         """The model with this rank's shards, uninitialised.
 
         `requires_grad` is set where parameters train. The rows of new tokens train with every
@@ -41,18 +41,18 @@ class TrainingMethod(ABC):
                 parameter.requires_grad_(True)
         return model
 
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
         self._load(model, base, tp)
         # After the base, from whose rows the new ones may be computed.
         load_new_tokens(model, base, tp, self.expansion)
 
     @abstractmethod
-    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
         """The model with the method's own `requires_grad`; `build` sets the rest."""
 
     @abstractmethod
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter but the rows of new tokens."""
 
     @property

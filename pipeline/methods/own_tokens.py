@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.data import Role
 from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.token_corpus import TokenCorpus
@@ -30,27 +31,46 @@ def own_tokens_of(
         return None
     if not isinstance(method.own_rows, OwnRows):
         return tuple(range(vocab_size))
-    counts = token_counts(config, vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
-    frequent = np.flatnonzero(counts >= method.own_rows.min_count)
+    return frequent_tokens(
+        config,
+        vocab_size,
+        method.own_rows.min_count,
+        setting="method.own_rows.min_count",
+        tokenizer_fingerprint=tokenizer_fingerprint,
+    )
+
+
+def frequent_tokens(
+    config: RunConfig, vocab_size: int, min_count: int, *, setting: str, tokenizer_fingerprint: str
+) -> tuple[int, ...]:
+    """The ids that occur at least `min_count` times in the corpora of role new; `setting` is where
+    that number comes from.
+
+    Raises:
+        ConfigError: no token is as frequent.
+        DataError: as `own_tokens_of`.
+    """
+    counts = token_counts(config, "new", vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
+    frequent = np.flatnonzero(counts >= min_count)
     if not len(frequent):
         raise ConfigError(
-            f"method.own_rows.min_count: expected at most {counts.max()}, how often the most "
-            f"frequent token occurs, found {method.own_rows.min_count}"
+            f"{setting}: expected at most {counts.max()}, how often the most frequent token "
+            f"occurs, found {min_count}"
         )
     return tuple(frequent.tolist())
 
 
 def token_counts(
-    config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
+    config: RunConfig, role: Role, vocab_size: int, *, tokenizer_fingerprint: str
 ) -> npt.NDArray[np.int64]:
-    """How often each id occurs in the corpora of role new: [V], exactly.
+    """How often each id occurs in the corpora of a role: [V], exactly.
 
     Raises:
         DataError: as `own_tokens_of`.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for name, corpus in config.data.corpora.items():
-        if corpus.role != "new":
+        if corpus.role != role:
             continue
         folder = train_folder(config.data, name)
         tokens = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)

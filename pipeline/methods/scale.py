@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.config.method import (
     Initialisers,
@@ -22,17 +23,23 @@ from pipeline.config.method import (
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
+from pipeline.hosted.bases import build_decoder, load_base
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.initial_expansion import initial_hosted_expansion
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.log import counted, get_logger
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import check_weights, is_base, load_base
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.from_hf import check_weights, is_base
 from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
-from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 
 _logger = get_logger(__name__)
@@ -57,13 +64,13 @@ class FrozenBaseMethod(TrainingMethod):
         self.seed = seed
         self._own_tokens = own_tokens
 
-    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
         check_own_weights(self.settings, spec)
         plan = plan_expansion(
             self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
         )
         check_tensor_parallel(plan, tp.size)
-        model = Decoder(spec, plan, tp=tp)
+        model = build_decoder(spec, plan, tp)
         # Only what the method adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
             # No gradient masks: a frozen block is a parameter of its own, for which autograd
@@ -98,7 +105,7 @@ class FrozenBaseMethod(TrainingMethod):
             return None
         return open_expansion(self.expansion_folder)
 
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
         assert expansion is not None, "methods without a folder load in another way"
         _check_origin(expansion, base, self.settings, self.seed)
@@ -187,7 +194,13 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
 
 
 def check_own_weights(settings: ScaleMethod | Lora, spec: DecoderSpec) -> None:
-    """Raises ConfigError where open tokens cannot have weights of their own beside this base."""
+    """Checks that the method, and weights of open tokens' own, go with this base.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if isinstance(spec, HostedSpec):
+        check_hosted_method(settings, spec)
     # LoRA's adapters of a mixture's other maps may be without a gate.
     low_rank = settings.low_rank if isinstance(settings, ScaleMethod) else None
     if low_rank is not None and spec.mixture is not None:
@@ -218,9 +231,13 @@ def upscale(
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
-        model = Decoder(base.spec, plan, tp=SINGLE)
+        model = build_decoder(base.spec, plan)
+    whole_base: nn.Module | None = None
     # Before the decompositions, which take minutes, and would end at a tensor that is missing.
-    check_weights(model, base)
+    if isinstance(base, HostedFolder):
+        whole_base = base.whole(base.dtype)
+    else:
+        check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
     origin: dict[str, Any] = {
         "base": str(base.path),
@@ -234,5 +251,8 @@ def upscale(
         origin["own_tokens"] = list(own_tokens)
     # LoRA has no block that an initialiser of the paper applies to.
     initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
-    blocks = initial_expansion(model, names, base.read, initialisers, seed)
+    if isinstance(model, HostedDecoder) and whole_base is not None:
+        blocks = initial_hosted_expansion(model, whole_base, names, initialisers, seed)
+    else:
+        blocks = initial_expansion(model, names, base.read, initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

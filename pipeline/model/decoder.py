@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
+from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, widened_norm
 from pipeline.model.hidden_states import HiddenStates
@@ -30,6 +32,7 @@ from pipeline.model.paths import (
     run_routed_with_gate,
     run_widened,
 )
+from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
@@ -41,13 +44,6 @@ from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import choose_path
 
-ActivationCheckpointing = Literal["none", "collaborative", "all"]
-"""Which layers the backward pass recomputes."""
-LogitsPath = Literal["model", "preserved", "base"]
-"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone,
-without its expansion.
-
-The last two also mask adapters and added layers."""
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""
 
@@ -64,14 +60,8 @@ def is_layer_matrix(name: str, parameter: Tensor) -> bool:
     )
 
 
-class Decoder(nn.Module):
-    """A decoder-only language model; its parameters are named in docs/architecture.md.
-
-    Attributes:
-        gate: decides per token, on the exact base stream, whether the model may differ from its
-            base. It is fitted after training and set for inference in one process only: training,
-            and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
-    """
+class Decoder(CausalDecoder):
+    """A decoder-only language model; its parameters are named in docs/architecture.md."""
 
     def __init__(
         self,
@@ -85,14 +75,10 @@ class Decoder(nn.Module):
 
         Raises LayoutError if the base's heads or FFN cannot be split over `tp.size` ranks.
         """
-        super().__init__()
+        super().__init__(spec, plan, tp)
         check_base_fits(spec, tp.size)
-        self.spec = spec
-        self.plan = plan
         self.added_layers = added_layers
-        self.tp = tp
-        self.activation_checkpointing: ActivationCheckpointing = "none"
-        self.gate: TokenGate | None = None
+        self._run_recomputed = run_recomputed
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
@@ -148,6 +134,9 @@ class Decoder(nn.Module):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in self.layers:
             layer.compile(backend=backend, fullgraph=True)
+        if self.kept_results != "nothing":
+            # The compiler must see the recomputation to keep parts of it.
+            self._run_recomputed = torch.compile(run_recomputed, backend=backend, fullgraph=True)
         if self.reference is not None:
             self.reference.compile_layers(backend)
 
@@ -160,13 +149,6 @@ class Decoder(nn.Module):
         kl_sequences: int = 0,
         reference_sequences: int = 0,
     ) -> Losses:
-        """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
-
-        All tensors are [B, S]. Attention stays within the `documents`; `positions` default to 0, 1,
-        …. The loss of the first `kl_sequences` sequences is KL(base || model): they are
-        self-generated text, or old text with `replay_loss: kl`. `reference_sequences`, at least as
-        many, is how many the base itself runs on; under ZeRO-3 it must be equal on all ranks.
-        """
         batch = TokenBatch(tokens, positions, documents)
         with recorded_loads(self.mixtures) as loads:
             if reference_sequences:
@@ -179,19 +161,6 @@ class Decoder(nn.Module):
         if loads:
             losses = self._with_balance_loss(losses, loads, tokens.shape[1])
         return losses.of_shape(targets.shape)
-
-    @torch.no_grad()
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Documents | None = None,
-        *,
-        path: LogitsPath = "model",
-    ) -> Tensor:
-        """This rank's columns of the logits: [B, S, V / tp_size] in fp32."""
-        hidden = self.hidden_states(tokens, positions, documents, path=path)
-        return self.output.logits(hidden).view(*tokens.shape, -1)
 
     def hidden_states(
         self,
@@ -297,7 +266,8 @@ class Decoder(nn.Module):
                 tables[kind.rotary] = self.rotary.table(kind.rotary, positions, documents, dtype)
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
-        return LayerPass(layers, contexts, self.is_checkpointed)
+        recomputed = partial(self._run_recomputed, kept=self.kept_results)
+        return LayerPass(layers, contexts, self.is_checkpointed, recomputed)
 
     def _attention_kernel(
         self, window: int | None, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -339,13 +309,6 @@ class Decoder(nn.Module):
         x, _ = self._embedded(tokens)
         layers = self._layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
         return run_base(layers.part(None, layer), x)
-
-    def gate_closes(
-        self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
-    ) -> Tensor:
-        """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
-        tokens are open."""
-        return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
 
     def _gated_states(
         self, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch

@@ -75,7 +75,7 @@ def blocks_of_module(
     if isinstance(module, (AddedColumnLinear, AddedRowLinear)) or (
         isinstance(module, WidenedLinear) and module.base_to_expansion is not None
     ):
-        yield from _linear_blocks(path, module, source)
+        yield from linear_blocks(path, module, _base_map(path, module, source), source)
     elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion is not None:
         yield f"{path}.expansion.weight", _gains(path, module, source)
     elif isinstance(module, LowRankAdapter):
@@ -98,12 +98,10 @@ def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
     return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 
 
-def _linear_blocks(
-    path: str, module: nn.Module, source: BlockSource
+def linear_blocks(
+    path: str, module: nn.Module, base: Tensor, source: BlockSource
 ) -> Iterator[tuple[str, Tensor]]:
-    """W21 and W22 of a linear map."""
-    base = _base_map(path, module, source)
-
+    """W21 and W22 of the map at `path`, which stands beside the base's map `base` [out, in]."""
     name = f"{path}.base_to_expansion.weight"
     kind = source.initialisers.base_to_expansion
     rows, _ = source.shapes[name]

@@ -25,6 +25,8 @@ def merged_unsupported_reason(
     one; None if it is."""
     if plan is None:
         return None
+    if not spec.is_native:
+        return f"a hosted base (model_type {spec.family}): its matrices are not widened"
     if plan.expansion is None:
         return _unmerged_adapters_reason(plan, gated=gated)
     reason = family_of(spec).merged_unsupported_reason

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
@@ -50,11 +49,13 @@ class LayerPass:
         contexts: by kind of layer, its rotary table and attention kernel for the batch.
         is_recomputed: whether the backward pass computes a layer again instead of keeping its
             activations.
+        recomputed: runs such a layer with its arguments; `pipeline.model.recomputation`.
     """
 
     layers: Sequence[DecoderLayer]
     contexts: dict[LayerKind, Context]
     is_recomputed: Callable[[DecoderLayer], bool]
+    recomputed: Callable[..., Streams]
 
     def part(self, first: int | None, stop: int | None) -> LayerPass:
         """The layers from index `first` on and before `stop`."""
@@ -68,7 +69,7 @@ class LayerPass:
         result: Streams
         context = self.contexts[layer.kind]
         if torch.is_grad_enabled() and self.is_recomputed(layer):
-            result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
+            result = self.recomputed(layer, *streams, context, masked)
         else:
             result = layer(*streams, context, masked)
         return result
@@ -149,7 +150,10 @@ class TokenGate(Protocol):
 
     def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> which tokens are
-        open: bool [B, S]."""
+        open by their score: bool [B, S]."""
+
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
 
 
 CloseTokens = Callable[[Tensor], Tensor]

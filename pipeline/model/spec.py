@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,18 @@ class DecoderSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the package's own code computes the base, and not transformers'."""
+        return True
+
+    def to_record(self) -> dict[str, Any]:
+        """The fields as JSON, but for the layers, and the rows of an extended vocabulary."""
+        values = asdict(replace(self, layers=(), new_tokens=0))
+        del values["layers"]
+        del values["new_tokens"]
+        return values
 
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:

@@ -33,7 +33,7 @@ def make_observers(trainer: Trainer) -> list[Observer]:
         Profiler(trainer),
     ]
     if trainer.rank == 0:
-        observers.append(MetricsFiles(config.folder, step))
+        observers.append(MetricsFiles(config.folder, step, trainer.stages))
         observers.append(ProgressDisplay(step, config.schedule.steps, config.metrics.log_every_s))
 
     def make_on_rank0() -> list[Observer]:

@@ -32,7 +32,7 @@ class Drift(Observer):
     def on_validation(self, event: ValidationEvent) -> None:
         if self.corpus is None:
             return
-        engine = self.trainer.engine
+        engine = self.trainer.engine  # of the stage that trains now
         output = engine.model.output
         columns = ColumnRange(
             first=output.vocabulary.first, vocab_size=output.vocab_size, tp=engine.tensor_parallel

@@ -110,6 +110,13 @@ class ExpansionPlan:
             return min(GATE_LAYER, self.num_layers)
         return self.last_exact_layer
 
+    def gate_layer(self, wanted: int | None) -> int:
+        """The layer before which a gate reads: `wanted`, the setting gate.layer, or the default.
+
+        Raises ConfigError if the base has fewer layers.
+        """
+        return checked_gate_layer(wanted, self.default_gate_layer, self.num_layers)
+
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
         return self.own is not None and self.own.gains and layer >= self.own.first_layer
@@ -247,3 +254,19 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
                 "expected both numbers to be multiples or divisors of parallel.tp_size "
                 f"{tp_size}"
             )
+
+
+def checked_gate_layer(wanted: int | None, default: int, num_layers: int) -> int:
+    """The layer before which a gate reads: `wanted`, the setting gate.layer, or the default.
+
+    Raises:
+        ConfigError: the base has fewer layers.
+    """
+    if wanted is None:
+        return min(default, num_layers)
+    if wanted > num_layers:
+        raise ConfigError(
+            f"gate.layer: {wanted} is beyond {num_layers}, which stands for the stream after the "
+            f"base's last layer; use 0 to {num_layers}"
+        )
+    return wanted

@@ -43,8 +43,8 @@ from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.files import file_hash
+from pipeline.hosted.bases import open_base
 from pipeline.methods.vocabulary import check_vocabulary
-from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.self_generated.prompts import chosen_prompts, write_prompts
 

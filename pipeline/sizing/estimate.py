@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.deepspeed_config import (
     DeepSpeedConfig,
     accumulation_steps,
@@ -25,23 +28,48 @@ from pipeline.deepspeed_config import (
     zero3_unsupported_reason,
 )
 from pipeline.errors import BaseModelError, UserError
+from pipeline.hosted.bases import read_spec
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.unsupported import check_native
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
-from pipeline.model.from_hf import read_spec
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder
 from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.scale.plan import plan_expansion
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.flops import FlopsPerToken, count_flops
-from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
+from pipeline.sizing.flops import (
+    FlopsPerToken,
+    ServedFlops,
+    count_difference_flops,
+    count_flops,
+    count_served_flops,
+)
+from pipeline.sizing.memory import (
+    Memory,
+    Parameters,
+    count_parameters,
+    estimate_memory,
+    training_state_bytes,
+)
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
-CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "collaborative", "all")
+RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
+    ("none", "nothing"),
+    ("collaborative", "products"),
+    ("all", "products"),
+    ("collaborative", "attention"),
+    ("collaborative", "nothing"),
+    ("all", "attention"),
+    ("all", "nothing"),
+)
+"""Layers that are recomputed, and what they keep: about from the least time to the least memory."""
 TP_SIZES = (1, 2, 4, 8)
 _COLUMNS = 100
 """The width of a report."""
@@ -51,16 +79,20 @@ precise."""
 
 
 class Choice(NamedTuple):
-    """A layout: ZeRO's stage, the tensor-parallel size, and which layers are recomputed."""
+    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, and what
+    these keep."""
 
     zero_stage: int
     tp_size: int
     activation_checkpointing: ActivationCheckpointing
+    kept_results: KeptResults = "nothing"
 
     def __str__(self) -> str:
         text = f"ZeRO-{self.zero_stage} x tp {self.tp_size}"
         if self.activation_checkpointing != "none":
             text += f", checkpointing {self.activation_checkpointing}"
+        if self.kept_results != "nothing":
+            text += f" but {self.kept_results}"
         return text
 
 
@@ -111,18 +143,32 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates one run on one cluster. What several layouts share is measured once."""
+    """Estimates one run on one cluster. What several layouts share is measured once.
+
+    Of a run that trains in stages it estimates one, `stage`; see `estimator_of`.
+    """
 
     def __init__(
-        self, config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
+        self,
+        config: RunConfig,
+        spec: DecoderSpec,
+        deepspeed: DeepSpeedConfig,
+        cluster: Cluster,
+        stage: TrainingStage | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
         self.deepspeed = deepspeed
         self.cluster = cluster
-        self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        self.stage = stage or training_stages(config)[0]
+        self.stages: Sequence[Estimator] = [self]
+        self.tokens_per_step = self.stage.tokens_per_step
+        is_recomputed = config.activation_checkpointing != "none"
         self.own_choice = Choice(
-            deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing
+            deepspeed.zero_stage,
+            config.parallel.tp_size,
+            config.activation_checkpointing,
+            config.recomputation_keeps if is_recomputed else "nothing",
         )
         # Layouts share these: each is measured once.
         self.flops_per_token = cache(self._count_flops)
@@ -132,7 +178,11 @@ class Estimator:
     def parameters(self) -> Parameters:
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base = Decoder(replace(self.spec, new_tokens=0))
+            base: nn.Module
+            if isinstance(model, HostedDecoder):
+                base = model.base
+            else:
+                base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     @property
@@ -141,11 +191,28 @@ class Estimator:
         method = training_method(self.config)
         return isinstance(method, FrozenBaseMethod) and method.has_uncounted_rows
 
-    def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
+    def _count_flops(
+        self, activation_checkpointing: ActivationCheckpointing, kept_results: KeptResults
+    ) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
         with torch.device("meta"):
-            model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
-        return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
+            config = self.stage.config
+            model = build_model(config, self.spec, SINGLE, activation_checkpointing, kept_results)
+        return count_flops(model, config.data.sequence_length, config.data.kl_fraction)
+
+    def served_flops(self) -> ServedFlops | None:
+        """FLOPs of a token that the finished model reads; None for a run without a gate."""
+        gate = self.config.gate
+        if gate is None:
+            return None
+        with torch.device("meta"):
+            model = build_model(self.config, self.spec, SINGLE, "none")
+        length = self.config.data.sequence_length
+        if model.plan is None:
+            # Full fine-tuning: a second model, and the base's layers below the gate beside it.
+            layer = checked_gate_layer(gate.layer, GATE_LAYER, self.spec.num_layers)
+            return count_difference_flops(model, length, layer)
+        return count_served_flops(model, length, model.plan.gate_layer(gate.layer))
 
     def estimate(self, choice: Choice) -> Estimate:
         """The cost of the run on the layout `choice`.
@@ -155,11 +222,15 @@ class Estimator:
         """
         cluster = self.cluster
         layout = Layout(cluster.gpus, choice.tp_size)
-        micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
+        for estimator in self.stages:
+            # A layout must divide the batches of all stages.
+            accumulation_steps(estimator.stage.config.schedule, layout.dp_size)
+        micro_batches = accumulation_steps(self.stage.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
         memory, host_bytes = self.memory(choice)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
-        flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
+        per_token = self.flops_per_token(choice.activation_checkpointing, choice.kept_results)
+        flops = per_token.total * self.tokens_per_step
         # The MFU here includes recomputed FLOPs (hardware FLOPs utilisation), since what is
         # recomputed takes time, too.
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
@@ -197,8 +268,8 @@ class Estimator:
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
         stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
-        for stage, tp_size, checkpointing in product(stages, sorted(sizes), CHECKPOINTINGS):
-            choice = Choice(stage, tp_size, checkpointing)
+        for stage, tp_size, recomputation in product(stages, sorted(sizes), RECOMPUTATIONS):
+            choice = Choice(stage, tp_size, *recomputation)
             has_replicas = tp_size < self.cluster.gpus
             if stage == 1 or has_replicas or choice == own:
                 yield choice
@@ -242,12 +313,51 @@ class Estimator:
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         zero = self.deepspeed.at_stage(choice.zero_stage)
-        return zero, self._costs(choice.tp_size, choice.activation_checkpointing)
+        costs = self._costs(choice.tp_size, choice.activation_checkpointing, choice.kept_results)
+        return zero, costs
 
-    def _measure(self, tp_size: int, checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
+    def _measure(
+        self, tp_size: int, checkpointing: ActivationCheckpointing, kept_results: KeptResults
+    ) -> MicroBatchCosts:
+        config = self.stage.config
         return measure_micro_batch(
-            self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype
+            config, self.spec, tp_size, checkpointing, self.deepspeed.dtype, kept_results
         )
+
+    def run_seconds(self, choice: Choice) -> float:
+        """How long the steps of the whole run take on the layout `choice`, without anything else.
+
+        Raises:
+            UserError: as `estimate`.
+        """
+        seconds = 0.0
+        for estimator in self.stages:
+            seconds += estimator.stage.steps * estimator.estimate(choice).step_s
+        return seconds
+
+
+def estimator_of(
+    config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
+) -> Estimator:
+    """The estimator of a run; in a run of several stages, of that which takes the most memory.
+
+    Its `stages` are the estimators of all stages.
+    """
+    stages: list[Estimator] = []
+    for stage in training_stages(config):
+        stages.append(Estimator(config, spec, deepspeed, cluster, stage))
+    largest = stages[0]
+    if len(stages) > 1:
+        # A layout that is impossible is so in every stage, and is reported where it is estimated.
+        with suppress(UserError):
+            largest = max(stages, key=_bytes_of_own_choice)
+    largest.stages = stages
+    return largest
+
+
+def _bytes_of_own_choice(estimator: Estimator) -> int:
+    memory, _ = estimator.memory(estimator.own_choice)
+    return memory.total
 
 
 def _step_seconds(
@@ -292,7 +402,9 @@ def open_estimator(
             "name it with --base-config"
         )
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
-    return Estimator(config, extended_spec(config, read_spec(source)), deepspeed, cluster)
+    spec = read_spec(source, config.base_code)
+    check_native(spec, "the estimate of memory and time")
+    return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
@@ -353,8 +465,8 @@ def _smallest(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def _recomputation(choice: Choice) -> int:
-    """A number that rises with the layers that are recomputed."""
-    return CHECKPOINTINGS.index(choice.activation_checkpointing)
+    """A number that rises with what is recomputed."""
+    return RECOMPUTATIONS.index((choice.activation_checkpointing, choice.kept_results))
 
 
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
@@ -412,9 +524,10 @@ def report_values(
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
-        "flops_per_token": estimator.flops_per_token("none").total,
+        "flops_per_token": estimator.flops_per_token("none", "nothing").total,
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
+        "stage": estimator.stage.name or None,
         "cluster": asdict(cluster),
         "usable_bytes": round(cluster.usable_bytes),
         "layouts": [layout_values(estimate, estimator) for estimate in estimates],
@@ -443,7 +556,7 @@ def layout_values(estimate: Estimate, estimator: Estimator) -> dict[str, Any]:
         "compute_s": estimate.compute_s,
         "step_s": step_s,
         "tokens_per_second_per_gpu": estimator.tokens_per_step / step_s / cluster.gpus,
-        "hours": estimator.config.schedule.steps * step_s / 3600,
+        "hours": estimator.run_seconds(estimate.choice) / 3600,
     }
 
 
@@ -464,9 +577,10 @@ def _model_section(estimator: Estimator) -> str:
     """The model, its FLOPs, the batch and the cluster; a label and a text in each line."""
     cluster = estimator.cluster
     config = estimator.config
-    flops = estimator.flops_per_token("none")
+    flops = estimator.flops_per_token("none", "nothing")
     lines = [
         ("parameters", str(estimator.parameters)),
+        ("state", _training_state(estimator)),
         (
             "FLOPs",
             f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
@@ -474,7 +588,7 @@ def _model_section(estimator: Estimator) -> str:
         ),
         (
             "batch",
-            f"{estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps",
+            f"{estimator.tokens_per_step:,} tokens a step, {estimator.stage.steps:,} steps",
         ),
         (
             "cluster",
@@ -483,6 +597,19 @@ def _model_section(estimator: Estimator) -> str:
             f"at MFU {cluster.mfu:.2f}",
         ),
     ]
+    if len(estimator.stages) > 1:
+        stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
+        lines.insert(2, ("stage", f"{stages}; all but hours is of this one"))
+    served = estimator.served_flops()
+    if served is not None:
+        lines.append(
+            (
+                "served",
+                f"{served.closed / 1e9:.2f} G FLOPs a token where the gate stays shut, "
+                f"{served.open / 1e9:.2f} G where it is open "
+                f"({served.open / served.closed:.2f} times the base's)",
+            )
+        )
     if isinstance(config.method, ScaleMethod):
         spec = estimator.spec
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)
@@ -493,19 +620,31 @@ def _model_section(estimator: Estimator) -> str:
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
 
 
+def _training_state(estimator: Estimator) -> str:
+    """What training holds of each trained parameter, which is the price of a method."""
+    parameters = estimator.parameters
+    size = training_state_bytes(parameters, estimator.deepspeed.dtype)
+    each = size / max(1, parameters.trained)
+    return (
+        f"{size / GIB:.2f} GiB over all ranks, {each:.1f} bytes a trained parameter: weight, "
+        "gradient, fp32 copy and moments"
+    )
+
+
 _LAYOUT_COLUMNS = (
     ("ZeRO", ">4"),
     ("tp", ">3"),
     ("checkpointing", "<13"),
+    ("keeps", "<9"),
     ("weights", ">7"),
     ("states", ">7"),
-    ("activations", ">11"),
-    ("other", ">6"),
+    ("activ.", ">6"),
+    ("other", ">5"),
     ("total", ">7"),
     ("fits", ">5"),
-    ("node GB", ">9"),
-    ("net GB", ">8"),
-    ("s/step", ">8"),
+    ("node GB", ">8"),
+    ("net GB", ">7"),
+    ("s/step", ">7"),
 )
 """Heads of the table of layouts, with alignment and width."""
 
@@ -539,6 +678,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
         str(choice.zero_stage),
         str(choice.tp_size),
         choice.activation_checkpointing,
+        "-" if choice.activation_checkpointing == "none" else choice.kept_results,
         f"{memory.weights / GIB:.2f}",
         f"{states / GIB:.2f}",
         f"{memory.activations / GIB:.2f}",
@@ -584,7 +724,7 @@ def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
             f"TIGHT, less than {MEMORY_ERROR:.0%} of {_usable_gib(cluster)} usable GiB are left: "
         )
     tokens_per_second_per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    hours = estimator.config.schedule.steps * step_s / 3600
+    hours = estimator.run_seconds(estimate.choice) / 3600
     on_host = ""
     if estimate.host_bytes:
         on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"

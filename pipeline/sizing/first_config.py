@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from pipeline.config.method import OwnRows
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.sources.records import Keys
@@ -17,8 +18,9 @@ from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import LayoutError
 from pipeline.files import with_pages_found
+from pipeline.hosted.bases import open_base
+from pipeline.hosted.unsupported import check_native
 from pipeline.hub import model_folder
-from pipeline.model.from_hf import open_base
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import Widths
@@ -30,9 +32,11 @@ _WIDER_BY = 1 / 8
 """The paper's expansion, as a share of every width."""
 _L_FP_SHARE = 3 / 16
 """The paper's share of the layers without W12."""
-_WIDER_WITH_GATE = 1 / 4
-"""With W12 in attention and FFN, 1.4 times the base's FLOPs and 1.5 times its parameters
-(docs/results/frontier.md)."""
+_OWN_FIRST_LAYER = 2
+"""l_fp under a gate at most: open tokens have weights of their own from there on, and the lower
+they begin, the more they learn (docs/adr/0032-what-is-open-has-its-own.md)."""
+_LOW_RANK = 16
+"""Rank of open tokens' low-rank differences, of which more was no better (studies/LOG.md)."""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it, as kernels prefer."""
 _PAPER_HIDDEN_SIZE = 2048
@@ -117,6 +121,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
+    check_native(spec, "config init")
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
@@ -125,7 +130,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         "name": wanted.name,
         "folder": f"runs/{wanted.name}",
         "base": str(folder),
-        "method": _method(spec, gated=wanted.gated),
+        "method": _method(spec),
         "data": {
             "folder": f"runs/{wanted.name}/tokens",
             "sequence_length": length,
@@ -142,7 +147,11 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         values["gate"] = {}
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
-    config, values = _fitted(values, cluster)
+    if wanted.gated:
+        config, values = _fitted_with_own_weights(values, spec, cluster)
+    else:
+        values["method"] |= {"norm": "base"}  # which a merged export needs
+        config, values = _fitted(values, cluster)
     text = _as_yaml(values | {"base": str(wanted.base)}, spec, learned, known, cluster)
     return config, with_pages_found(text)
 
@@ -174,11 +183,10 @@ def _corpora(
     return {"new": new, "old": old, "self_generated": self_generated}
 
 
-def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
+def _method(spec: DecoderSpec) -> dict[str, Any]:
     """SCALE with all widths grown by a share, as closely as heads and a merged export allow."""
     base = spec.widths
-    wider_by = _WIDER_WITH_GATE if gated else _WIDER_BY
-    hidden_size = _multiple(wider_by * base.hidden_size)
+    hidden_size = _multiple(_WIDER_BY * base.hidden_size)
     share = hidden_size / base.hidden_size
     intermediate_size = _multiple(share * base.intermediate_size)
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
@@ -192,12 +200,28 @@ def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
             added[name] = whole[name] - width
 
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
-    method = {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
-    if gated:
-        method["collaborative_modules"] = "both"
-    else:
-        method["norm"] = "base"  # which a merged export needs
-    return method
+    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
+
+
+def _with_own_weights(
+    method: dict[str, Any], spec: DecoderSpec, *, with_rows: bool
+) -> dict[str, Any]:
+    """The method for a run with a gate: what closed tokens never read may change more.
+
+    With a mixture of experts there are no low-rank differences, which it does not take.
+    """
+    gated = {
+        **method,
+        "l_fp": min(_OWN_FIRST_LAYER, method["l_fp"]),
+        "collaborative_modules": "both",
+        "norm": "base",
+    }
+    if with_rows:
+        gated["own_rows"] = {"min_count": OwnRows().min_count}
+    gated["own_gains"] = True
+    if spec.mixture is None:
+        gated["low_rank"] = _LOW_RANK
+    return gated
 
 
 def _multiple(width: float) -> int:
@@ -244,14 +268,34 @@ def _corpus(text: TextMeasure, length: int) -> dict[str, Any]:
     return {"input": text.inputs, "heldout_fraction": heldout}
 
 
+def _fitted_with_own_weights(
+    values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The settings of a run with a gate, as `_fitted`.
+
+    Open tokens have rows of their own unless the vocabulary is extended, whose new tokens have
+    rows already, or the base then does not fit: in a large vocabulary they are the most memory.
+    """
+    with_rows = _with_own_weights(values["method"], spec, with_rows=True)
+    without_rows = _with_own_weights(values["method"], spec, with_rows=False)
+    if "vocabulary" not in values:
+        try:
+            return _fitted(values | {"method": with_rows}, cluster)
+        except LayoutError:
+            # It is raised again below if the base does not fit without them either.
+            pass
+    return _fitted(values | {"method": without_rows}, cluster)
+
+
 def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
     """The settings with the first layout that fits, and its largest micro-batch."""
     layouts: list[dict[str, Any]] = [{}]
     if not cluster.on_cpu:
         # From the least communication to the least memory; recomputation comes last, since it costs
-        # a third of the time.
+        # time: a fifth with products kept, half without.
         layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
-        layouts += [{"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}]
+        recomputed = {"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}
+        layouts += [{**recomputed, "recomputation_keeps": "products"}, recomputed]
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
     # The largest first: larger matrix products reach more of the peak.
     micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
@@ -324,10 +368,21 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     ffn = f"FFN {base.intermediate_size} by {ffn_share:.0%}"
     heads_share = added["num_attention_heads"] / base.num_attention_heads
     heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
-    return (
+    comment = (
         f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
-        "those under a gate by a quarter, a small base's by what servers can split.\n"
-        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks."
+        "a small base's by what servers can split.\n"
+    )
+    l_fp = values["method"]["l_fp"]
+    if "gate" not in values:
+        return (
+            comment
+            + f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
+        )
+    own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
+    return comment + (
+        f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
+        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md). Such "
+        "a run leaves in the format scale."
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  # registers its operations
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.micro_batch import KnownSizes
@@ -115,7 +116,7 @@ class FlopsPerToken:
 
 
 def count_flops(
-    meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0
+    meta_model: CausalDecoder, sequence_length: int, kl_fraction: float = 0.0
 ) -> FlopsPerToken:
     """The FLOPs of one training step.
 
@@ -142,6 +143,70 @@ def count_flops(
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
     matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
     return FlopsPerToken(matrix=matrix, attention=sum(counts.values()) - matrix)
+
+
+@dataclass(frozen=True)
+class ServedFlops:
+    """FLOPs per token of a text that a gated model reads; a multiply-add counts as two.
+
+    Attributes:
+        closed: where the gate stays shut, and the base runs alone.
+        open: where it is open. Layers below a gate that run twice count twice.
+    """
+
+    closed: float
+    open: float
+
+
+class _OpenGate:
+    """A gate before layer `layer` that opens for every token, whatever the stream is."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        return torch.ones_like(tokens, dtype=torch.bool)
+
+
+@torch.no_grad()
+def count_served_flops(
+    meta_model: CausalDecoder, sequence_length: int, gate_layer: int
+) -> ServedFlops:
+    """The FLOPs of reading one text at once, with a gate before layer `gate_layer`.
+
+    Args:
+        meta_model: built under `torch.device("meta")`, by a method that a gate may close.
+        sequence_length: tokens of the text.
+        gate_layer: the layer before which the gate reads; the number of layers: after the last.
+    """
+    tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    with _FlopCount() as closed:
+        meta_model.logits(tokens, path="base")
+    meta_model.gate = _OpenGate(gate_layer)
+    with _FlopCount() as opened:
+        meta_model.logits(tokens)
+    meta_model.gate = None
+    return ServedFlops(
+        closed=closed.flops.total() / sequence_length, open=opened.flops.total() / sequence_length
+    )
+
+
+def count_difference_flops(
+    meta_model: CausalDecoder, sequence_length: int, gate_layer: int
+) -> ServedFlops:
+    """The FLOPs of reading one text at once by a fully fine-tuned model or by its base: a closed
+    text is read by the base, an open one by the other and by the base's layers below `gate_layer`.
+    """
+    tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    with _FlopCount() as whole:
+        meta_model.logits(tokens)
+    with _FlopCount() as lower:
+        meta_model.base_stream(tokens, layer=gate_layer)
+    closed = whole.flops.total() / sequence_length
+    return ServedFlops(closed=closed, open=closed + lower.flops.total() / sequence_length)
 
 
 def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -199,8 +264,8 @@ def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None)
     Frozen parts count for what is computed of them; recomputation by activation checkpointing does
     not count. None where the device's `peak` is unknown.
     """
-    if peak is None:
-        return None
+    if peak is None or not spec.is_native:
+        return None  # the FLOPs of a hosted base are not counted yet
     with torch.device("meta"):
         model = build_model(config, spec, SINGLE, "none")
     flops = count_flops(model, config.data.sequence_length, config.data.kl_fraction)

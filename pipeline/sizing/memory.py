@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
-from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
@@ -57,7 +59,9 @@ class Parameters:
         )
 
 
-def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) -> Parameters:
+def count_parameters(
+    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
+) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = 0
@@ -68,12 +72,12 @@ def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) 
             trained += parameter.numel()
 
     idle = 0
-    if base.spec.mixture is not None:
+    mixture = model.spec.mixture
+    if mixture is not None:
         experts = 0
         for module in base.modules():
             if isinstance(module, ExpertLinear):
                 experts += module.weight.numel()
-        mixture = base.spec.mixture
         # A token takes top_k of the routed experts, all of one size; a shared expert is no
         # ExpertLinear, and counts whole.
         idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
@@ -254,6 +258,15 @@ def checkpoint_bytes(parameters: Parameters) -> int:
     runs.
     """
     return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
+
+
+def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
+    """What training holds of the trained parameters, over all ranks: weights and gradients in
+    `dtype`, and the optimizer's fp32 copies and moments.
+
+    In 16 bits that is 16 bytes a parameter, and 12 where Muon trains it.
+    """
+    return 2 * parameters.trained * dtype.itemsize + checkpoint_bytes(parameters)
 
 
 def most_checkpoints(config: RunConfig) -> int:

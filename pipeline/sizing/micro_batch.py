@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import (
@@ -99,6 +101,7 @@ def measure_micro_batch(
     tp_size: int,
     activation_checkpointing: ActivationCheckpointing,
     dtype: torch.dtype,
+    kept_results: KeptResults = "nothing",
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of a run.
 
@@ -111,6 +114,7 @@ def measure_micro_batch(
         tp_size: tensor-parallel ranks, of which this is rank 0.
         activation_checkpointing: the layers that are recomputed.
         dtype: of the parameters.
+        kept_results: what recomputed layers keep.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -118,7 +122,8 @@ def measure_micro_batch(
     payload_bytes: Counter[tuple[int, str]] = Counter()
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"), default_dtype(dtype):
-        model = build_model(config, spec, tp, activation_checkpointing)
+        model = build_model(config, spec, tp, activation_checkpointing, kept_results)
+    assert isinstance(model, Decoder), "hosted bases have no estimate: see `estimator_for`"
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:

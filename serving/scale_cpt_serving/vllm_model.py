@@ -147,8 +147,9 @@ class ScaleForVllm(nn.Module):
         return self.model.output(paths, closed)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fills the parameters; returns their names."""
-        parameters = dict(self.model.named_parameters())
+        """Fills the parameters, and a gate's table of ids; returns their names."""
+        parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        parameters |= dict(self.model.named_buffers())
         loaded = set()
         for name, tensor in weights:
             parameter = parameters[name]

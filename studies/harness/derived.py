@@ -23,6 +23,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.gating.effect import decoder_inputs, loaded
 from pipeline.gating.folder import GATE_FOLDER, open_gate
 from pipeline.gating.windows import Windows, as_windows
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base
 from pipeline.model.new_tokens import holds_new_tokens
@@ -70,7 +71,7 @@ def derived_perplexities(
         config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint
     )
 
-    def nll_of(decoder: Decoder) -> NllOf:
+    def nll_of(decoder: CausalDecoder) -> NllOf:
         def nll(group: Windows) -> Tensor:
             inputs, targets = decoder_inputs(group, config, decoder)
             found = decoder.output(decoder.hidden_states(*inputs), targets).nll
@@ -88,13 +89,14 @@ def derived_perplexities(
     trained = loaded(model)
     base = Decoder(model.base.spec)
     load_base(base, model.base, SINGLE)
-    base = base.to(trained.embedding.base.weight).eval()
+    base = base.to(trained.device, trained.dtype).eval()
     gate, _ = open_gate(gated.folder / GATE_FOLDER)
 
     def chosen(group: Windows) -> Tensor:
         inputs, _ = decoder_inputs(group, config, base)
         stream = base.base_stream(*inputs, layer=gate.layer)
         is_open = gate.is_open(stream, group.document_ids.to(stream.device)).cpu()
+        is_open |= gate.opens_id(group.tokens)
         return torch.where(group.mostly(is_open), nll_of(trained)(group), nll_of(base)(group))
 
     yield BY_DOCUMENT, _perplexities(heldout, config, chosen)

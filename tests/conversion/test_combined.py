@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.combination.combine import combine
 from pipeline.commands import combine as combine_command
@@ -28,6 +28,7 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
     RECENT,
     CombinedForCausalLM,
     is_of_base,
+    opened_margin,
 )
 from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
@@ -166,6 +167,59 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
     is_new = text[0] >= BASE_TOKENS
     found = model(text, use_cache=False).logits[0]
     assert is_new.any() and torch.equal(found[is_new], alone(exports["pieces"], text)[0][is_new])
+
+
+def with_open_ids(folder: Path, name: str, ids: list[int]) -> Path:
+    """An export whose gate is open at these ids, and by its score nowhere."""
+    export(folder, name, gate_open_ids=True, gate_threshold=45.0)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    assert not tensors["token_gate.is_open_id"].any()
+    tensors["token_gate.is_open_id"][ids] = True
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def test_an_id_that_two_gates_open_is_of_the_one_whose_score_is_higher(tmp_path):
+    ids = {"ko": [7, 8, 300], "law": [8, 9]}
+    exports = {name: with_open_ids(tmp_path / name, name, own) for name, own in ids.items()}
+    # It also compares each expansion beside the base with its export, to the bit.
+    combine(tmp_path / "both", exports)
+    model = load_hf_model(tmp_path / "both")
+    plain = torch.tensor([[20, 21, 22, 23]])
+
+    def used_on(token: int) -> str:
+        """Whose logits those of the text's last token are."""
+        text = torch.cat([plain, torch.tensor([[token]])], dim=1)
+        model.set_active(model.names)
+        found = model(text, use_cache=False).logits[0]
+        model.set_active([])
+        of_base = model(text, use_cache=False).logits[0]
+        assert torch.equal(found[:-1], of_base[:-1])
+        candidates = {"base": of_base[-1]}
+        for name, folder in exports.items():
+            candidates[name] = load_hf_model(folder)(text, use_cache=False).logits[0, -1]
+        # Where a gate is closed, its export gives the base's logits too: the base comes first.
+        return next(name for name, of in candidates.items() if torch.equal(found[-1], of))
+
+    assert [used_on(token) for token in (7, 9, 30, 300)] == ["ko", "law", "base", "ko"]
+    scores = {}
+    for name, folder in exports.items():
+        alone = load_hf_model(folder)
+        alone.token_gate.register_forward_hook(
+            lambda gate, read, _, name=name: scores.update({name: float(gate.scores(*read)[0, -1])})
+        )
+        alone(torch.tensor([[20, 21, 22, 23, 8]]), use_cache=False)
+    assert used_on(8) == max(scores, key=scores.__getitem__)
+
+
+def test_the_margin_of_an_opened_id_is_above_zero_and_in_the_order_of_scores():
+    margins = torch.tensor([-64.0, -30.0, -1.0, 0.0, 1.0, 30.0, 1e4])
+    opened = opened_margin(margins)
+    assert (opened > 0).all() and (opened.diff() > 0).all()
+    assert torch.equal(opened[-2:], margins[-2:])
+    assert opened_margin(torch.tensor(-1e4)) > 0
 
 
 REQUESTS = [["ko"], ["code", "law", "med"], [], ALL]

@@ -29,7 +29,7 @@ from tests.conversion.checkpoints import (
     trained,
     training_decoder,
 )
-from tests.conversion.exports import MORE_METHODS, exported
+from tests.conversion.exports import MORE_METHODS, assert_exported, exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
@@ -49,6 +49,7 @@ MODELS = [
     ("neox", "own lora"),
     ("gemma2", "own lora"),
     ("qwen3", "own lora from 1"),
+    ("llama tied", "lora"),
     ("glm4_moe", "own lora"),
     ("qwen2_moe", "own lora"),
 ]
@@ -286,6 +287,13 @@ def test_what_a_format_cannot_express_is_refused(format, gated, message, models)
     with pytest.raises(ConversionError, match=message) as refused:
         choose_export(model, format, torch.float32)
     assert "\n" not in str(refused.value)
+
+
+def test_adapters_and_gains_without_a_gate_are_merged(models, tmp_path):
+    """Every token of an ordinary model reads them, as in training."""
+    model = models("qwen3", "own lora from 1")
+    assert_exported(model, exported(model, "auto", tmp_path / "hf"))
+    assert not (tmp_path / "hf" / "modeling_scale.py").exists()
 
 
 def test_an_expansion_carries_them(models, tmp_path):

@@ -34,7 +34,8 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods import method_for, quantize_base
 from pipeline.model import attention
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel import experts

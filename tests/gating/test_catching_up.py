@@ -46,6 +46,7 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "new pieces": {"gate_layer": 4, "l_fp": 4, "base_vocab_size": 500},
+    "open ids": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH, "gate_open_ids": True},
     "own weights": {"gate_layer": 1, "l_fp": 4, "own_first_layer": 2} | OWN,
     "own weights, adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH}
     | {"own_first_layer": 2, "gate_features": "token+running_mean"}
@@ -69,6 +70,8 @@ def gated(name: str, bias: float) -> ScaleForCausalLM:
     for key, parameter in model.named_parameters():
         if key != "token_gate.std":
             torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    if model.token_gate.is_open_id is not None:
+        model.token_gate.is_open_id[5::40] = True
     if model.own_input is not None:
         table = torch.randint(0, 9, (512,), generator=random)
         for module in (model.own_input, model.output):

@@ -249,7 +249,6 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate": {"layer": 4}}, r"gate\.layer: 4 is above method\.l_fp 3"),
         (
             {"gate": {"negatives": ["korean"]}},
             "korean is no corpus of role self_generated or replay",
@@ -260,6 +259,19 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
 def test_settings_that_do_not_fit(changes, message, runs):
     with pytest.raises(ConfigError, match=message):
         with_changes(runs["adapt"], **changes)
+
+
+def test_a_gate_above_the_first_layer_with_w12_keeps_the_base(runs, tmp_path, caplog):
+    """The layers below it run twice, in the measurement and in the export."""
+    caplog.set_level("INFO", "pipeline")
+    config = copied(runs["adapt"], tmp_path, layer=4)
+    record, _ = fit_gate(config)
+    assert "gate.layer 4 is above layer 3, where trained weights begin" in caplog.text
+    assert record.layer == 4 and record.closed_max_abs_logit_difference == 0.0
+    assert record.heldout["english"].closed_sequences > 0
+    assert record.heldout["korean"].open_fraction > 0.9
+    conversion = latest_conversion(config)
+    assert convert(conversion, probe_maker(*run_sources(config)))
 
 
 def test_what_only_the_model_and_the_text_refuse(runs):

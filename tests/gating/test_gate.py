@@ -78,7 +78,14 @@ RECORD = gate_record(
 def folder(base, tmp_path):
     """A gate's folder, of a gate for "llama tied"."""
     gate = FittedGate(
-        1, "token", torch.randn(32), torch.rand(32), torch.randn(32), bias=0.5, threshold=1.5
+        1,
+        "token",
+        torch.randn(32),
+        torch.rand(32),
+        torch.randn(32),
+        bias=0.5,
+        threshold=1.5,
+        open_ids=(2, 7),
     )
     write_gate(tmp_path / "run" / "gate", gate, RECORD)
     found, record = open_gate(tmp_path / "run" / "gate")
@@ -136,7 +143,7 @@ def test_a_cast_to_sixteen_bits_does_not_touch_the_gate(base):
 def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
     model = models("llama", "preserve")
     decoder = training_decoder(model)
-    gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24))
+    gate = replace(random_gate(decoder, some_tokens(decoder.spec, 4, 24)), open_ids=(3, 11))
     gated = replace(model, gate=gate)
     assert choose_export(model, "auto", torch.float32).format == "merged"
     with pytest.raises(ConversionError, match="--without-gate"):
@@ -149,3 +156,6 @@ def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
         assert stored[f"token_gate.{name}"].dtype == torch.float32
         assert torch.equal(stored[f"token_gate.{name}"], tensor)
         assert torch.equal(loaded.token_gate.get_parameter(name), tensor)
+    table = loaded.token_gate.is_open_id
+    assert len(table) == model.base.spec.vocab_size
+    assert table.nonzero().flatten().tolist() == [3, 11]

@@ -92,13 +92,15 @@ own_weights = st.builds(
     tokens=st.none() | st.sets(SIZES, min_size=1, max_size=5).map(sorted).map(tuple),
     gains=st.booleans(),
     low_rank=st.none() | SIZES,
+    low_rank_scale=NUMBERS,
+    low_rank_maps=st.none() | st.sets(st.sampled_from(["query", "up"]), min_size=1).map(tuple),
 )
 
 
 @st.composite
 def plans(draw: st.DrawFn, num_layers: int) -> ExpansionPlan:
     return ExpansionPlan(
-        expansion=draw(widths),
+        expansion=draw(st.none() | widths),
         num_layers=num_layers,
         l_fp=draw(st.integers(0, num_layers)),
         collaborative_modules=draw(st.frozensets(st.sampled_from(["attention", "ffn"]))),

@@ -93,6 +93,10 @@ FEATURES = [
     Case("llama", "lora", {"rank": 4}, precision="fp8"),
     Case("llama", "adapt", {"norm": "base"}, "all"),
     Case("llama", "adapt", OWN, uses_kl=True),
+    Case("llama", "adapt", {}, "all", kept_results="attention"),
+    Case("neox", "route", {}, "collaborative", kept_results="products"),
+    Case("llama", "adapt", {}, "all", precision="fp8", kept_results="products"),
+    Case("llama", "adapt", OWN, "all", uses_kl=True, kept_results="products"),
 ]
 
 
@@ -128,4 +132,5 @@ def test_ranks_compile(base):
         Case("llama", "adapt", sequence_parallel=sequence_parallel)
         for sequence_parallel in (False, True)
     ]
+    cases.append(Case("llama", "adapt", {}, "all", kept_results="products"))
     run_ranks(compiled_on_a_rank, 2, base("llama").path, cases)

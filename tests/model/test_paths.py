@@ -17,6 +17,7 @@ from pipeline.model.paths import (
     run_routed_with_gate,
     run_widened,
 )
+from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
 
 LAYERS = 4
@@ -47,7 +48,7 @@ class CountingLayer:
 @pytest.fixture
 def layers():
     made = [CountingLayer(index) for index in range(LAYERS)]
-    return LayerPass(made, {"any": None}, lambda layer: False)
+    return LayerPass(made, {"any": None}, lambda layer: False, run_recomputed)
 
 
 def streams():

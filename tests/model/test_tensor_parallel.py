@@ -17,8 +17,10 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.config.method import Method, starts_from_expansion
-from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.causal_decoder import LogitsPath
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, load_new_tokens, open_base
+from pipeline.model.recomputation import KeptResults
 from pipeline.parallel.cross_entropy import greedy_choices_
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
@@ -59,6 +61,7 @@ class Case:
     uses_kl: bool = False
     new_tokens: bool = False
     precision: QuantizedPrecision | None = None
+    kept_results: KeptResults = "nothing"
 
     def __str__(self) -> str:
         flags = [
@@ -74,12 +77,18 @@ class Case:
                 self.activation_checkpointing,
                 *flags,
                 self.precision or "",
+                self.kept_results,
             )
         )
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the
         whole model."""
+        model = self._build(path, tp)
+        model.kept_results = self.kept_results
+        return model
+
+    def _build(self, path: Path, tp: TensorParallel) -> Decoder:
         tp = replace(tp, sequence_parallel=self.sequence_parallel and tp.size > 1)
         base = extended(open_base(path)) if self.new_tokens else open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
@@ -189,7 +198,7 @@ FEATURED = [
     Case("ministral", "route", BOTH, documents=True),
     Case("gemma2", "adapt", BOTH, uses_kl=True, sequence_parallel=True),
     Case("exaone4", "adapt", {**BOTH, **ONE_KV_HEAD}, sequence_parallel=True, documents=True),
-    Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
+    Case("gemma3", "route", BOTH, "all", sequence_parallel=True, kept_results="products"),
     Case("mixtral", "route", BOTH, documents=True),
     Case("qwen3_moe dense layer", "adapt", BOTH, "all", uses_kl=True, sequence_parallel=True),
 ]
@@ -228,11 +237,19 @@ CASES = {
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True),
         Case("neox", "llama_pro", {"added_layers": 1}, sequence_parallel=True),
         Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
-        Case("llama biases", "adapt", BOTH, "all", uses_kl=True, precision="fp8"),
+        Case(
+            "llama biases",
+            "adapt",
+            BOTH,
+            "all",
+            uses_kl=True,
+            precision="fp8",
+            kept_results="attention",
+        ),
         Case("llama eight heads, wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
         Case("llama eight heads, wide", "lora", {"rank": 4}, precision="nf4"),
         Case("glm4_moe normed heads", "adapt", BOTH, sequence_parallel=True),
-        Case("qwen2_moe", "route", BOTH, "all"),
+        Case("qwen2_moe", "route", BOTH, "all", kept_results="products"),
         Case("exaone_moe", "lora", {"rank": 4}),
         Case("qwen3_moe", "lora", {"rank": 4}),
         Case("qwen2_moe", "fft", sequence_parallel=True, uses_kl=True),

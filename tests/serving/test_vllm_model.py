@@ -115,6 +115,7 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models,
     model = models("stories260K", "adapt separate")
     decoder = training_decoder(model)
     gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
+    gate = replace(gate, open_ids=(5, 9))
     folder = exported(replace(model, gate=gate), "scale", tmp_path / "hf", torch.bfloat16)
     loaded = load_hf_model(folder)
     served = built(vllm_model, folder, loaded)
@@ -125,6 +126,7 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models,
     stream = stream.bfloat16()
     expected = loaded.token_gate(stream, None, None, None)
     assert torch.equal(served.model.token_gate(stream, None, None, None), expected)
+    assert served.model.token_gate.is_open_id.nonzero().flatten().tolist() == [5, 9]
     rounded = copy.deepcopy(loaded.token_gate).bfloat16()
     assert not torch.equal(rounded(stream, None, None, None), expected), (
         "the type of the gate decides nothing here"

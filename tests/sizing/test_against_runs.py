@@ -30,6 +30,12 @@ CASES = [
     ("zero3 tight", "preserve", Layout(2), {}),
     ("zero3 tight", "llama_pro", Layout(2), {}),
     ("zero3 tight", "adapt", Layout(2), {"activation_checkpointing": "all"}),
+    (
+        "zero3 tight",
+        "adapt",
+        Layout(2),
+        {"activation_checkpointing": "all", "recomputation_keeps": "products"},
+    ),
     ("zero3 fp32", "route", Layout(4, 2), {}),
     ("zero1", "adapt", Layout(4, 2), {"schedule__optimizer": "muon"}),
     ("zero3 tight", "fft", Layout(2), {"schedule__optimizer": "muon"}),

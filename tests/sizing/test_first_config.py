@@ -20,7 +20,7 @@ from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import FirstRun, _method, measure, propose
+from pipeline.sizing.first_config import FirstRun, _method, _with_own_weights, measure, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
@@ -51,7 +51,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
         added.intermediate_size,
         added.num_attention_heads,
         config.method.l_fp,
-    ) == (16, 40, 2, 1)
+    ) == (16, 24, 2, 1)
     spec = open_base(STORIES).spec
     own, whole = (
         plan_expansion(config.method, spec.widths, spec.num_layers).expansion,
@@ -63,7 +63,8 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
     assert config.gate is not None and data.fractions == {"replay": 0, "self_generated": 0}
     assert 1e-3 < schedule.learning_rate < 1e-2
-    assert "hidden 64 by 25%, FFN 172 by 23%, attention heads 8 by 25%" in text
+    assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
+    assert "weights of their own (own_rows, own_gains, low_rank)" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
@@ -104,19 +105,46 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
     assert not (tmp_path / "b.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("gated", "added", "own"),
-    [
-        (True, (512, 2048, 8), {"collaborative_modules": "both"}),
-        (False, (256, 1024, 4), {"norm": "base"}),
-    ],
-)
-def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, added, own):
+def test_widths_grow_as_the_papers():
     """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without
     W12."""
-    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"), gated=gated)
-    assert method.pop("expansion") == dict(zip(WIDTHS, added, strict=True))
-    assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}
+    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"))
+    assert method.pop("expansion") == dict(zip(WIDTHS, (256, 1024, 4), strict=True))
+    assert method == {"name": "scale", "variant": "adapt", "l_fp": 3}
+
+
+def test_under_a_gate_open_tokens_have_weights_of_their_own_as_far_as_the_base_takes_them():
+    bases = ROOT / "configs" / "bases"
+    llama = read_spec(bases / "llama-3.2-1b.json")
+    own = {"collaborative_modules": "both", "norm": "base", "own_gains": True}
+    method = _with_own_weights(_method(llama), llama, with_rows=True)
+    assert method.pop("expansion") and method == {
+        "name": "scale",
+        "variant": "adapt",
+        "l_fp": 2,
+        "own_rows": {"min_count": 20},
+        "low_rank": 16,
+        **own,
+    }
+    mixture = read_spec(bases / "qwen3-moe-96m.json")
+    method = _with_own_weights(_method(mixture), mixture, with_rows=False)
+    assert "low_rank" not in method and "own_rows" not in method and method["own_gains"]
+
+
+def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):
+    """Rows of every token that this small base has are little: the memory is counted as if not."""
+    tried = []
+
+    def fitted(values, cluster):
+        tried.append("own_rows" in values["method"])
+        if tried[-1]:
+            raise LayoutError("memory: does not fit")
+        return parse_config(values, source="test"), values
+
+    monkeypatch.setattr("pipeline.sizing.first_config._fitted", fitted)
+    config, text = propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, on_cpu=True))
+    assert tried == [True, False] and config.method.own_rows is None
+    assert "weights of their own (own_gains, low_rank)" in text
 
 
 def test_without_a_gate_self_generated_text_is_learned_and_the_model_may_leave_as_an_ordinary_one():

@@ -29,7 +29,14 @@ def config_of(tmp_path):
 
 def estimated(config):
     tp_size, checkpointing = config.parallel.tp_size, config.activation_checkpointing
-    return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
+    return measure_micro_batch(
+        config,
+        read_spec(config.base),
+        tp_size,
+        checkpointing,
+        DTYPE,
+        config.recomputation_keeps,
+    )
 
 
 def saved_bytes(model, batch):
@@ -109,14 +116,24 @@ def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
     [
         *(("adapt", checkpointing) for checkpointing in ("none", "collaborative", "all")),
         *(("route", checkpointing) for checkpointing in ("none", "all")),
+        *(("adapt", f"all but {kept}") for kept in ("attention", "products")),
+        ("route", "collaborative but products"),
+        ("lora", "all but products"),
         ("fft", "all"),
+        ("fft", "all but attention"),
         ("adapt nf4", "none"),
         ("adapt fp8", "all"),
+        ("adapt fp8", "all but products"),
     ],
 )
 def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
     method, _, precision = method.partition(" ")
-    changes = {"activation_checkpointing": checkpointing, "base_precision": precision or "bf16"}
+    checkpointing, _, kept = checkpointing.partition(" but ")
+    changes = {
+        "activation_checkpointing": checkpointing,
+        "recomputation_keeps": kept or "nothing",
+        "base_precision": precision or "bf16",
+    }
     config = config_of(method, data__document_mask=False, **changes)
     model, batch = real_model(config, DTYPE), real_batch(config)[:3]
     for parameter in model.parameters():

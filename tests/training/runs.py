@@ -22,9 +22,9 @@ from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import UserError
+from pipeline.hosted.bases import open_base
 from pipeline.methods.own_tokens import own_tokens_of
 from pipeline.methods.scale import upscale
-from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import MEASURED
 from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import partition_of
@@ -107,7 +107,7 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
     path = write_config(run, tokens, **changes)
     config = load_config(path)
     if starts_from_expansion(config.method):
-        base = open_base(config.base)
+        base = open_base(config.base, config.base_code)
         own_tokens = own_tokens_of(
             config,
             base.spec.vocab_size,

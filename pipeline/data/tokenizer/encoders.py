@@ -58,6 +58,11 @@ class HuggingFaceEncoder:
         """The text of `ids`, special tokens included."""
         return str(self.library.decode(list(ids), skip_special_tokens=False))
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of special tokens, and of others that are no part of the model's vocabulary."""
+        return frozenset(self.library.get_added_tokens_decoder())
+
 
 @dataclass(frozen=True)
 class SentencePieceEncoder:
@@ -86,6 +91,16 @@ class SentencePieceEncoder:
                 else:
                     parts.append(processor.decode(numbers))
         return "".join(parts)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of control pieces and of the unknown one."""
+        processor = self.model.processor
+        added: set[int] = set()
+        for number in range(processor.get_piece_size()):
+            if processor.is_control(number) or processor.is_unknown(number):
+                added.add(number)
+        return frozenset(added)
 
 
 class GigatokenEncoder:

@@ -22,6 +22,9 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     first `base_vocab_size` tokens (None: all) are the base's: Route compares their logits alone, as
     in training.
 
+    With `gate_open_ids` a table beside the weights says which of the base's ids the gate opens
+    whatever their score.
+
     From layer `own_first_layer` on (None: nowhere) tokens that the gate opens read weights of their
     own, differences from the base's: `own_rows` rows of the embedding and of the output (0: none),
     gains of norms (`own_gains`), and linear maps of rank `own_rank` (None: none), which count
@@ -81,6 +84,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     gate_decay: float = 0.8
     gate_bias: float = 0.0
     gate_threshold: float = 0.0
+    gate_open_ids: bool = False
     own_first_layer: int | None = None
     own_rows: int = 0
     own_gains: bool = False

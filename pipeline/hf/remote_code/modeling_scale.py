@@ -10,6 +10,7 @@ With a gate (`gate_layer` is not None) a probe on the base's own stream decides 
 the text is new. A closed token takes no expansion_to_base block and nothing of the expansion's
 logits; a routed model gives it the path without those blocks, and an open one the other. Tokens
 that the base does not have (from `base_vocab_size` on) are open, and none follows a closed token.
+Ids that old text never has may be open too, whatever the probe says.
 
 Open tokens may have weights of their own beside the base's, from layer `own_first_layer` on: see
 `scale_streams.py`. Closed tokens and the base alone do not read them. A model trained by LoRA has
@@ -373,6 +374,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
         # One path that is all masked: the base alone.
         is_base_alone = paths[0].masked is True
+        first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
         opens = None
         for index in range(config.num_hidden_layers):
             if recorded is not None and index in recorded:
@@ -382,8 +384,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 if is_base_alone and opens.any(1).all():
                     return paths, opens
                 paths = self._behind_gate(paths, opens, is_base_alone)
-            parts_here = index == config.first_changed_layer and opens is None
-            if parts_here and config.runs_twice_below_gate and not is_base_alone:
+            if index == first_twice and not is_base_alone:
                 paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
             if self.own_input is not None and index == config.own_first_layer:
                 paths[-1] = self._with_own_input(paths[-1], inputs.tokens, self.own_input)
@@ -550,6 +551,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if inputs.cache is not None and self.token_gate.has_mean:
             stored = layer_of(GateCache, inputs.cache)
         opens: Tensor = self.token_gate(x, is_text, documents, stored)
+        if inputs.tokens is not None:
+            by_id = self.token_gate.opens_id(inputs.tokens)
+            if by_id is not None:
+                opens = opens | by_id.to(opens.device)
         if is_text is not None:
             opens = opens & is_text.unsqueeze(-1).to(opens.device)
         if inputs.tokens is not None and self.output.is_gated_vocabulary:

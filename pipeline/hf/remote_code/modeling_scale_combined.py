@@ -148,8 +148,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             for key, tensor in load_file(file).items():
-                # A gate stays in fp32: 16 bits would change decisions.
-                dtype = torch.float32 if key.startswith("token_gate.") else self.dtype
+                dtype = self.dtype
+                if not tensor.is_floating_point() or key.startswith("token_gate."):
+                    # A gate stays in fp32: 16 bits would change decisions. Tables of ids stay too.
+                    dtype = tensor.dtype
                 tensors[key] = tensor.to(self.device, dtype)
         new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
         model.load_state_dict(tensors, strict=False, assign=True)
@@ -472,6 +474,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
             assert gate is not None, "an expansion without one is not added"
             scores = gate.scores(read[model.config.gate_layer], is_text, documents, stored)
             margin = scores - gate.threshold
+            by_id = gate.opens_id(tokens)
+            if by_id is not None:
+                margin = torch.where(by_id, opened_margin(margin), margin)
             if is_text is not None:
                 margin = margin.masked_fill(~is_text.unsqueeze(-1), -torch.inf)
             is_own = (tokens >= own.start) & (tokens < own.stop)
@@ -508,6 +513,16 @@ class CombinedForCausalLM(ScaleForCausalLM):
         raise ValueError(
             "continuous batching cannot run this model: it has a cache for each expansion"
         )
+
+
+def opened_margin(margin: Tensor) -> Tensor:
+    """The margin of a token that a gate opens by its id: above 0, and in the order of the scores.
+
+    So of several expansions that claim an id, the one whose score is highest has it. A large margin
+    stays as it is.
+    """
+    # exp(-64) is still far above the least fp32 number: no margin becomes 0, which would be closed.
+    return F.softplus(margin.clamp(min=-LARGEST_MARGIN))
 
 
 def is_of_base(name: str) -> bool:

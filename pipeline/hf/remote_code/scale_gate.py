@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
@@ -21,8 +21,10 @@ class ScaleGate(nn.Module):
 
     Read are x over its root mean square, standardised, and with `token+running_mean` also its mean
     over the text so far, in which each token counts less by `gate_decay` with every token after it.
-    All is computed in fp32.
+    All is computed in fp32. Ids that old text never has are open whatever the score: `opens_id`.
     """
+
+    is_open_id: Tensor | None
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -36,12 +38,27 @@ class ScaleGate(nn.Module):
         self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
+        table: Tensor | None = None
+        if config.gate_open_ids:
+            # [V] of the base's vocabulary, yet to be read from the folder.
+            table = torch.zeros(config.base_vocab_size or config.vocab_size, dtype=torch.bool)
+        self.register_buffer("is_open_id", table)
 
     def forward(
         self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
     ) -> Tensor:
-        """Whether each token is open: bool [B, S, 1]; see `scores`."""
+        """Whether each token is open by its score: bool [B, S, 1]; see `scores`."""
         return self.scores(x, is_text, documents, cache) > self.threshold
+
+    def opens_id(self, tokens: Tensor) -> Tensor | None:
+        """Whether each of the tokens [B, S] is open by its id: bool [B, S, 1]; None: no id is."""
+        if self.is_open_id is None:
+            return None
+        tokens = tokens.to(self.is_open_id.device).unsqueeze(-1)
+        # Ids behind the base's are new tokens, its own or another expansion's.
+        last = len(self.is_open_id) - 1
+        # The library loads all of a gate in fp32, this table too.
+        return self.is_open_id[tokens.clamp(max=last)].bool() & (tokens <= last)
 
     def scores(
         self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
@@ -170,7 +187,7 @@ def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
     return added
 
 
-def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
+def empty_like(cache: DynamicCache | None, config: PretrainedConfig) -> DynamicCache:
     """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for
     cropping, or not.
     """

@@ -1,0 +1,111 @@
+"""The export of a model on a hosted base: the base as transformers loads it, the expansion, and
+code that joins them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.trained_model import TrainedModel
+from pipeline.hf.config import gate_to_config
+from pipeline.hf.gate_tensors import gate_tensors
+from pipeline.hf.remote_code.configuration_scale import NEEDED
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
+from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
+from pipeline.hosted.added_blocks import added_widths, block_names
+from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.spec import HostedSpec
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.scale.plan import ExpansionPlan
+
+
+def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+    """The folder's contents; the base is in memory whole until they are written."""
+    assert isinstance(model.base, HostedFolder) and model.plan is not None, "its caller has seen it"
+    spec = model.base.spec
+    config = {
+        "architectures": [HostedScaleForCausalLM.__name__],
+        "auto_map": {
+            "AutoConfig": "configuration_scale_hosted.HostedScaleConfig",
+            "AutoModelForCausalLM": "modeling_scale_hosted.HostedScaleForCausalLM",
+        },
+        "model_type": HostedScaleConfig.model_type,
+        **_sizes(spec, model.plan),
+        "base_class": spec.structure.model_class,
+        "base_config": dict(spec.config),
+        "structure": _structure(spec),
+        "dtype": dtype_name(dtype),
+        "transformers_version": NEEDED,
+        "tie_word_embeddings": False,
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name in spec.config:
+            config[name] = spec.config[name]
+
+    tensors: list[PlannedTensor] = []
+    whole = model.base.whole(dtype)
+    for name, tensor in whole.state_dict().items():
+        # Some stay in fp32, as transformers loads them.
+        make = partial(_itself, tensor)
+        tensors.append(PlannedTensor(f"base.{name}", tuple(tensor.shape), make, tensor.dtype))
+    for name, parameter in named_trained_parameters(model.structure):
+        make = partial(model.read, name)
+        tensors.append(PlannedTensor(name, tuple(parameter.shape), make))
+    if model.gate is not None:
+        config |= gate_to_config(model.gate)
+        tensors += gate_tensors(model.gate, spec.vocab_size)
+    return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _sizes(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
+    """The entries of config.json that describe the expansion."""
+    rotary = spec.layers[0].rotary
+    assert rotary is not None, "added heads of a hosted base are rotated"
+    added = added_widths(plan)
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.widths.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "expansion_hidden_size": added.hidden_size,
+        "expansion_intermediate_size": added.intermediate_size,
+        "expansion_num_attention_heads": added.num_attention_heads,
+        "expansion_num_key_value_heads": added.num_key_value_heads,
+        "l_fp": plan.l_fp,
+        "collaborative_modules": sorted(plan.collaborative_modules),
+        "norm_eps": spec.norm_eps,
+        "hidden_act": spec.activation,
+        "frequencies": list(rotary.frequencies),
+    }
+
+
+def _structure(spec: HostedSpec) -> dict[str, Any]:
+    """Beside which modules of the base the blocks stand, as the exported code reads it."""
+    structure = spec.structure
+    layers: list[dict[str, Any]] = []
+    for layer in structure.layers:
+        blocks: list[dict[str, Any]] = []
+        for added, block in zip(block_names(layer.blocks), layer.blocks, strict=True):
+            blocks.append(
+                {
+                    "added": added,
+                    "kind": block.kind,
+                    "name": block.name,
+                    "input_module": block.input_module,
+                    "input_argument": block.input_argument,
+                    "output_index": block.output_index,
+                    "output_changed_in_place": block.output_changed_in_place,
+                    "reads": list(block.reads),
+                }
+            )
+        layers.append({"name": structure.layer_name(layer), "blocks": blocks})
+    return {"layers": layers, "output": structure.output, "shares_keys": structure.shares_keys}

@@ -1,0 +1,371 @@
+"""A base that transformers computes, widened by SCALE: the base's own class, and beside its blocks
+the expansion, in forward hooks.
+
+`forward` and `generate` are the base's own, with its caches, beams and masks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
+
+from .configuration_scale_hosted import HostedScaleConfig
+from .scale_gate import GateCache, ScaleGate, texts_of
+from .scale_hosted_blocks import (
+    AddedKeys,
+    HostedAttention,
+    HostedFeedForward,
+    HostedInputs,
+    HostedNorm,
+)
+
+
+class HostedEmbedding(nn.Module):
+    """The first x_up of each token, [V, U]."""
+
+    def __init__(self, config: HostedScaleConfig) -> None:
+        super().__init__()
+        self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+
+
+class HostedOutput(nn.Module):
+    """W_out^up, [V, U]."""
+
+    def __init__(self, config: HostedScaleConfig) -> None:
+        super().__init__()
+        shape = (config.vocab_size, config.expansion_hidden_size)
+        self.expansion = nn.Parameter(torch.zeros(shape))
+
+
+class HostedLayer(nn.Module):
+    """The added blocks of a layer, by the names in its structure."""
+
+    def __init__(self, config: HostedScaleConfig, layer: int, blocks: list[dict[str, Any]]) -> None:
+        super().__init__()
+        for block in blocks:
+            kind = HostedAttention if block["kind"] == "mixer" else HostedFeedForward
+            self.add_module(block["added"], kind(config, layer))
+
+
+class HostedPass:
+    """The expansion's side of one forward of the base.
+
+    Attributes:
+        x_up: [B, S, U], the stream at the entry of the running layer.
+        changes: y_up of the blocks of this layer that have run, by index.
+        kept_inputs: the inputs of blocks whose output comes from another module, by index.
+        closed: bool [B, S, 1], the tokens that the gate closes; None before it has decided.
+        added: the layers that this forward adds to the base's cache; None without a cache.
+    """
+
+    def __init__(self, x_up: Tensor, inputs: HostedInputs, call: dict[str, Any]) -> None:
+        self.x_up = x_up
+        self.inputs = inputs
+        self.call = call
+        self.changes: dict[int, Tensor] = {}
+        self.kept_inputs: dict[int, Tensor] = {}
+        self.closed: Tensor | None = None
+        self.cache = given_cache(call)
+        self.added: list[Any] | None = None
+        if self.cache is not None or call.get("use_cache"):
+            self.added = []
+
+    def keys_of(self, place: tuple[int, int]) -> AddedKeys | None:
+        """The cached keys and values of an added attention."""
+        if self.added is None:
+            return None
+        for layer in cache_layers(self.cache):
+            if isinstance(layer, AddedKeys) and layer.place == place:
+                return layer
+        keys = AddedKeys()
+        keys.place = place
+        self.added.append(keys)
+        return keys
+
+    def gate_cache(self) -> GateCache | None:
+        """What the gate's running mean has read of the text."""
+        if self.added is None:
+            return None
+        for layer in cache_layers(self.cache):
+            if isinstance(layer, GateCache):
+                return layer
+        cache = GateCache()
+        self.added.append(cache)
+        return cache
+
+
+def given_cache(call: dict[str, Any]) -> Any:
+    """The cache among the arguments of a forward; None: the base makes its own, or has none."""
+    cache = call.get("past_key_values")
+    return call.get("cache_params") if cache is None else cache
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    """The layers of a cache of the library; none of no cache."""
+    layers = getattr(cache, "layers", None)
+    return layers if isinstance(layers, list) else []
+
+
+class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A base of transformers with SCALE's expansion; `base` is the former."""
+
+    config_class = HostedScaleConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _skip_keys_device_placement = ("past_key_values",)
+    _keep_in_fp32_modules_strict = ("token_gate",)
+
+    def __init__(self, config: HostedScaleConfig) -> None:
+        super().__init__(config)
+        self.base = self._base_of(config)
+        self.embedding = HostedEmbedding(config)
+        layers = config.structure["layers"]
+        self.layers = nn.ModuleList(
+            HostedLayer(config, index, layer["blocks"]) for index, layer in enumerate(layers)
+        )
+        self.final_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
+        self.output = HostedOutput(config)
+        self.token_gate = None if config.gate_layer is None else ScaleGate(config)
+        self._running: HostedPass | None = None
+        self._add_hooks()
+        self.post_init()
+
+    @staticmethod
+    def _base_of(config: HostedScaleConfig) -> PreTrainedModel:
+        values = dict(config.base_config)
+        base_class = getattr(transformers, config.base_class)
+        base_config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        if not isinstance(base_config, base_class.config_class):
+            base_config = base_config.get_text_config()
+        options = {}
+        if config._attn_implementation == "eager":  # asked for: the default is faster
+            options["attn_implementation"] = "eager"
+        return base_class._from_config(base_config, dtype=torch.get_default_dtype(), **options)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """None: logits are no product of one matrix."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base's own forward; `labels` get the library's loss of causal models."""
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        call = {name: value for name, value in given.items() if value is not None}
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+            call["logits_to_keep"] = logits_to_keep
+        output = self.base(**call)
+        if labels is not None:
+            output.loss = self.loss_function(
+                logits=output.logits, labels=labels, vocab_size=self.config.vocab_size
+            )
+        return output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's own `generate`, whose forward runs the expansion."""
+        self.base.generation_config = self.generation_config
+        return self.base.generate(*args, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.prepare_inputs_for_generation(*args, **kwargs)
+
+    # Hooks are bound methods and partials of them, which a copy of the model makes its own.
+
+    def _add_hooks(self) -> None:
+        structure = self.config.structure
+        self.base.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.base.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+        output = self.base.get_submodule(structure["output"])
+        output.register_forward_hook(self._add_logits)
+        for index, layer in enumerate(structure["layers"]):
+            module = self.base.get_submodule(layer["name"])
+            module.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave_layer, index))
+            for number, block in enumerate(layer["blocks"]):
+                place = (index, number)
+                if block["input_module"] != block["name"]:
+                    entry = module.get_submodule(block["input_module"])
+                    entry.register_forward_pre_hook(
+                        partial(self._keep_input, place), with_kwargs=True
+                    )
+                module.get_submodule(block["name"]).register_forward_hook(
+                    partial(self._run_block, place), with_kwargs=True
+                )
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = dict(kwargs)
+        if args:
+            call["input_ids"] = args[0]
+        tokens = call.get("input_ids")
+        if tokens is None:
+            raise ValueError("give input_ids: the expansion has an embedding of its own")
+        past = 0
+        for layer in cache_layers(given_cache(call)):
+            if isinstance(layer, AddedKeys):
+                past = layer.get_seq_length()
+                break
+        x_up = self.embedding.expansion(tokens)
+        inputs = HostedInputs(
+            tokens,
+            past,
+            call.get("attention_mask"),
+            call.get("position_ids"),
+            self.config,
+            x_up.dtype,
+        )
+        if call.get("use_cache") is None:
+            call["use_cache"] = getattr(self.base.config, "use_cache", True)
+        self._running = HostedPass(x_up, inputs, call)
+        kept = call.get("logits_to_keep", 0)
+        length = tokens.shape[1]
+        if self.config.structure["shares_keys"] and isinstance(kept, int) and 0 < kept < length:
+            # Layers that share keys run on the last positions alone if this is a number.
+            places = torch.arange(length - kept, length, device=tokens.device)
+            return args, {**kwargs, "logits_to_keep": places}
+        return None
+
+    def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        current = self._running
+        self._running = None
+        if current is None or current.added is None or output is None:
+            return
+        cache = current.cache
+        if cache is None:
+            cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            cache = getattr(output, "cache_params", None)
+        # At the end, because a cache may get the base's own layers one by one.
+        cache_layers(cache).extend(current.added)
+
+    def _enter_layer(
+        self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        current = self._running
+        if current is None:
+            return
+        current.changes = {}
+        if index == self.config.gate_layer:
+            self._close(current, args[0] if args else kwargs["hidden_states"])
+
+    def _leave_layer(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
+        current = self._running
+        if current is None:
+            return
+        for change in current.changes.values():
+            current.x_up = current.x_up + change
+        is_last = index + 1 == self.config.num_hidden_layers
+        if is_last and self.config.gate_layer == self.config.num_hidden_layers:
+            self._close(current, output[0] if isinstance(output, tuple) else output)
+
+    def _close(self, current: HostedPass, x: Tensor) -> None:
+        """Lets the gate decide, by the base's stream x [B, S, D]."""
+        positions = current.call.get("position_ids")
+        documents = None
+        if positions is not None and positions.dim() == 2:
+            mask = current.call.get("attention_mask")
+            cache = None if current.added is None else current.added
+            _, documents = texts_of(x, mask, positions, cache)
+        assert self.token_gate is not None, "a layer is named for it"
+        opens = self.token_gate(x, current.inputs.is_text, documents, current.gate_cache())
+        by_id = self.token_gate.opens_id(current.call["input_ids"])
+        if by_id is not None:
+            opens = opens | by_id.to(opens.device)
+        current.closed = ~opens
+
+    def _keep_input(
+        self, place: tuple[int, int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._running is not None:
+            self._running.kept_inputs[place[1]] = self._argument(place, args, kwargs)
+
+    def _argument(
+        self, place: tuple[int, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        key = self._block(place)["input_argument"]
+        return args[key] if isinstance(key, int) else kwargs[key]
+
+    def _block(self, place: tuple[int, int]) -> dict[str, Any]:
+        layer, block = place
+        return self.config.structure["layers"][layer]["blocks"][block]
+
+    def _run_block(
+        self,
+        place: tuple[int, int],
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        current = self._running
+        if current is None:
+            return None
+        layer, number = place
+        block = self._block(place)
+        if number in current.kept_inputs:
+            x = current.kept_inputs.pop(number)
+        else:
+            x = self._argument(place, args, kwargs)
+        at = block["output_index"]
+        y = output if at is None else output[at]
+        if block["output_changed_in_place"]:
+            y = y.clone()
+        x_up = current.x_up
+        for earlier in block["reads"]:
+            x_up = x_up + current.changes[earlier]
+        rows = x_up.shape[:2]
+        y_rows = y.reshape(*rows, -1)
+        keys = current.keys_of(place) if block["kind"] == "mixer" else None
+        masked = False if current.closed is None else current.closed
+        changed, y_up = self.layers[layer].get_submodule(block["added"])(
+            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.inputs, keys, masked
+        )
+        current.changes[number] = y_up
+        if changed is y_rows:
+            return None
+        new = changed.view(y.shape)
+        if at is None:
+            return new
+        items = list(output)
+        items[at] = new
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+    def _add_logits(self, _: nn.Module, __: Any, logits: Tensor) -> Tensor | None:
+        """logits: [B, n, V] of the base's output map, for the tokens that are kept."""
+        current = self._running
+        if current is None:
+            return None
+        kept = current.call.get("logits_to_keep", 0)
+        rows = slice(-kept, None) if isinstance(kept, int) else kept
+        x_up = self.final_norm(current.x_up[:, rows])
+        changed = logits + F.linear(x_up, self.output.expansion).to(logits.dtype)
+        if current.closed is None:
+            return changed
+        return torch.where(current.closed[:, rows], logits, changed)

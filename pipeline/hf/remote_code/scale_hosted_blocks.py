@@ -1,0 +1,202 @@
+"""The blocks that stand beside the blocks of a hosted base, and the keys and values that they
+cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer
+
+from .configuration_scale_hosted import HostedScaleConfig
+from .scale_math import masked_sum, rotary_table, rotate, with_gain
+
+
+class AddedKeys(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of one added attention: one more layer of the library's cache.
+
+    So they are reordered by beam search, cropped and repeated with the base's own.
+    """
+
+    # Static caches mask their empty places only if all layers are like theirs.
+    is_compileable = True
+    place: tuple[int, int] = (-1, -1)
+    """The layer and the block of the attention."""
+
+
+class HostedNorm(nn.Module):
+    """x_up / rms(x_up) · weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x_up: Tensor) -> Tensor:
+        normal = F.rms_norm(x_up.float(), x_up.shape[-1:], eps=self.eps)
+        return with_gain(normal, self.weight, x_up.dtype, False)
+
+
+class HostedColumnMap(nn.Module):
+    """x: [..., D], x_up: [..., U] -> [..., inner]."""
+
+    def __init__(self, config: HostedScaleConfig, inner: int) -> None:
+        super().__init__()
+        self.base_to_expansion = nn.Linear(config.hidden_size, inner, bias=False)
+        self.expansion_to_expansion = nn.Linear(config.expansion_hidden_size, inner, bias=False)
+
+    def forward(self, x: Tensor, x_up: Tensor) -> Tensor:
+        return self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
+
+
+class HostedRowMap(nn.Module):
+    """y: [..., D], h: [..., inner] -> the changed y, and y_up [..., U]."""
+
+    def __init__(self, config: HostedScaleConfig, inner: int, *, collaborative: bool) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.expansion_to_base = nn.Linear(inner, size, bias=False) if collaborative else None
+        self.base_to_expansion = nn.Linear(size, config.expansion_hidden_size, bias=False)
+        self.expansion_to_expansion = nn.Linear(inner, config.expansion_hidden_size, bias=False)
+
+    def forward(self, y: Tensor, h: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
+        if self.expansion_to_base is not None:
+            y = masked_sum(y, self.expansion_to_base(h), masked)
+        return y, self.base_to_expansion(y) + self.expansion_to_expansion(h)
+
+
+class HostedAttention(nn.Module):
+    """Causal heads beside a token mixer."""
+
+    def __init__(self, config: HostedScaleConfig, layer: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        heads = config.expansion_num_attention_heads
+        kv_heads = config.expansion_num_key_value_heads
+        self.queries_per_key = heads // kv_heads
+        self.stream_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
+        self.query = HostedColumnMap(config, heads * config.head_dim)
+        self.key = HostedColumnMap(config, kv_heads * config.head_dim)
+        self.value = HostedColumnMap(config, kv_heads * config.head_dim)
+        self.output = HostedRowMap(
+            config,
+            heads * config.head_dim,
+            collaborative=config.is_collaborative(layer, "attention"),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        x_up: Tensor,
+        y: Tensor,
+        inputs: HostedInputs,
+        keys: AddedKeys | None,
+        masked: bool | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """x, y: [B, S, D], x_up: [B, S, U] -> the changed y, and y_up."""
+        x_up = self.stream_norm(x_up)
+        query = inputs.rotated(self.query(x, x_up).unflatten(-1, (-1, self.head_dim)))
+        key = inputs.rotated(self.key(x, x_up).unflatten(-1, (-1, self.head_dim)))
+        value = self.value(x, x_up).unflatten(-1, (-1, self.head_dim))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if keys is not None:
+            key, value = keys.update(key, value)
+        heads = F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(self.queries_per_key, dim=1),
+            value.repeat_interleave(self.queries_per_key, dim=1),
+            attn_mask=inputs.visible,
+        )
+        return self.output(y, heads.transpose(1, 2).flatten(2), masked)
+
+
+class HostedFeedForward(nn.Module):
+    """An FFN beside an FFN of the base."""
+
+    def __init__(self, config: HostedScaleConfig, layer: int) -> None:
+        super().__init__()
+        inner = config.expansion_intermediate_size
+        self.activation = ACT2FN[config.hidden_act]
+        self.stream_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
+        self.gate = HostedColumnMap(config, inner)
+        self.up = HostedColumnMap(config, inner)
+        self.down = HostedRowMap(config, inner, collaborative=config.is_collaborative(layer, "ffn"))
+
+    def forward(
+        self,
+        x: Tensor,
+        x_up: Tensor,
+        y: Tensor,
+        inputs: HostedInputs,
+        keys: AddedKeys | None,
+        masked: bool | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes as in `HostedAttention`; `inputs` and `keys` are for that alone."""
+        x_up = self.stream_norm(x_up)
+        return self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked)
+
+
+class HostedInputs:
+    """What all added attentions of a forward read beside the streams.
+
+    Attributes:
+        past: how many tokens the cache holds.
+        visible: bool [B, 1, S, past + S], which tokens each token attends to.
+        is_text: bool [B, S], false for padding; None: all is text.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        past: int,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        config: HostedScaleConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        length = tokens.shape[1]
+        self.past = past
+        place = torch.arange(past + length, device=tokens.device)
+        visible = place[None] <= place[past:, None]
+        visible = visible[None].expand(len(tokens), -1, -1)
+        known = _is_text(attention_mask, past + length)
+        self.is_text = None
+        if known is not None:
+            self.is_text = known[:, past:]
+            # Padding sees itself: a row of a softmax must not be empty.
+            is_itself = place[None] == place[past:, None]
+            visible = visible & known[:, None] | is_itself
+        if position_ids is None:
+            position_ids = place[None, past:]
+        elif position_ids.dim() == 3:
+            position_ids = position_ids[0]  # rows of M-RoPE: the first counts the text
+        elif past == 0 and attention_mask is None:
+            # As transformers reads them: positions that begin again are another document.
+            document = (position_ids.diff(dim=1) != 1).cumsum(1)
+            document = F.pad(document, (1, 0))
+            visible = visible & (document[:, :, None] == document[:, None])
+        self.visible = visible[:, None]
+        frequencies = torch.tensor(config.frequencies, device=tokens.device)
+        cos, sin = rotary_table(frequencies, position_ids, 1.0, dtype)
+        self._cos = cos.unsqueeze(-2)
+        self._sin = sin.unsqueeze(-2)
+
+    def rotated(self, heads: Tensor) -> Tensor:
+        """heads: [B, S, H, K], turned by their positions."""
+        return rotate(heads, self._cos, self._sin)
+
+
+def _is_text(mask: Any, length: int) -> Tensor | None:
+    """Which of the `length` tokens so far are text, bool [B, length]; None: all."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values())))
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 2:
+        return mask[:, :length].bool()
+    # A mask of attention [B, 1, S, all places of a static cache]: what the last token sees.
+    last = mask[:, 0, -1, :length]
+    return last if last.dtype == torch.bool else last == 0

@@ -1,0 +1,127 @@
+"""Opens a base and builds its decoder: as a family of our own code, or hosted.
+
+This is the one place that chooses between `Decoder` and `HostedDecoder`; everything above takes a
+`CausalDecoder`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.config.run import BaseCode
+from pipeline.errors import BaseModelError
+from pipeline.files import read_object
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.read_spec import read_hosted_spec
+from pipeline.hosted.spec import HostedSpec
+from pipeline.model import from_hf
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.decoder import Decoder
+from pipeline.model.families import FAMILIES
+from pipeline.model.from_hf import OWN_FORMATS
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.sharding import zero_partition_of
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.plan import ExpansionPlan
+
+
+def read_spec(path: Path, code: BaseCode | None = None) -> DecoderSpec:
+    """The architecture that the folder's config.json describes; `path` may be that file itself.
+
+    Args:
+        path: the folder.
+        code: whose code is to compute the base; None: ours where it has a family for the base's
+            `model_type`, else transformers'.
+
+    Raises:
+        BaseModelError: the file is missing or damaged, or the architecture is not supported.
+    """
+    if code == "native" or (code is None and not _is_hosted_by_default(path)):
+        return from_hf.read_spec(path)
+    return read_hosted_spec(path)
+
+
+def _is_hosted_by_default(path: Path) -> bool:
+    """Whether the base's type is none of the native families."""
+    file = path if path.is_file() else path / "config.json"
+    try:
+        values = read_object(file, BaseModelError, "copy the folder again")
+    except (FileNotFoundError, BaseModelError):
+        return False  # the native reader says what is wrong
+    model_type = from_hf.model_type_of(values)
+    # A folder in our own format names its type too: the native reader says what to do with it.
+    known = (*FAMILIES, *OWN_FORMATS)
+    return isinstance(model_type, str) and model_type not in known
+
+
+def open_base(path: Path, code: BaseCode | None = None) -> BaseFolder:
+    """Opens a base model's folder; `code` as in `read_spec`.
+
+    Raises:
+        BaseModelError: the folder or its config is missing or damaged, or its architecture is not
+            supported.
+    """
+    spec = read_spec(path, code)
+    if isinstance(spec, HostedSpec):
+        return HostedFolder(path, spec)
+    return BaseFolder(path, spec)
+
+
+def build_decoder(
+    spec: DecoderSpec, plan: ExpansionPlan, tp: TensorParallel = SINGLE
+) -> CausalDecoder:
+    """The base of this architecture, widened by `plan`; its values are unset.
+
+    Raises:
+        LayoutError: the base cannot be split over `tp.size` ranks.
+    """
+    if isinstance(spec, HostedSpec):
+        return HostedDecoder(spec, plan)
+    return Decoder(spec, plan, tp=tp)
+
+
+def load_base(model: CausalDecoder, base: BaseFolder, tp: TensorParallel = SINGLE) -> None:
+    """Fills the base of `model` with the folder's weights.
+
+    Raises:
+        BaseModelError: a weight is missing, or does not fit config.json.
+    """
+    if isinstance(model, HostedDecoder):
+        assert isinstance(base, HostedFolder), "its spec was read from it"
+        _load_hosted_base(model, base)
+    else:
+        from_hf.load_base(model, base, tp)
+
+
+@torch.no_grad()
+def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
+    """Copies parameters and buffers of the base as transformers loads it.
+
+    Every rank loads the whole base into its host's memory for this moment.
+    """
+    whole = base.whole(model.dtype)
+    values = dict(whole.named_parameters())
+    for name, parameter in model.base.named_parameters():
+        _set(parameter, values[name])
+    for name, buffer in whole.named_buffers():
+        # Also those that no file holds, such as rotary frequencies: transformers computes them in
+        # fp32, and the model may have been built in 16 bits.
+        parent, _, leaf = name.rpartition(".")
+        module = model.base.get_submodule(parent)
+        module._buffers[leaf] = buffer.to(model.device)
+
+
+def _set(parameter: Tensor, whole: Tensor) -> None:
+    """Sets what this rank holds of `parameter` from its whole values."""
+    partition = zero_partition_of(parameter)
+    if partition is None:
+        parameter.copy_(whole)
+        return
+    own = whole.flatten()[partition.first : partition.first + partition.length]
+    partition.values.zero_()
+    partition.values[: partition.length].copy_(own)

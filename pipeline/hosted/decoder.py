@@ -1,0 +1,262 @@
+"""A decoder whose base transformers computes, frozen, with the expansion beside its blocks.
+
+The base is a submodule, `base`, with transformers' own names and code; everything else is the
+expansion. Without a forward pass of ours the base runs as it does alone: `path="base"` is
+transformers' own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.hosted.added_blocks import AddedLayer, added_widths
+from pipeline.hosted.base_inputs import base_inputs
+from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
+from pipeline.hosted.one_document import DocumentRows
+from pipeline.hosted.output import HostedOutput
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import build_base
+from pipeline.model.attention import Documents, attention_kernel
+from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
+from pipeline.model.chunked_loss import Losses
+from pipeline.model.decoder_layer import Context
+from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.paths import TokenBatch, TokenGate
+from pipeline.model.rotary import RotaryEmbedding
+from pipeline.parallel.embedding import VocabularyParallelEmbedding
+from pipeline.parallel.norms import RMSNorm
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale_math import choose_path
+
+
+class HostedEmbedding(nn.Module):
+    """tokens: [B, S] -> the first x_up: [B, S, U]. The base looks up its own rows itself."""
+
+    def __init__(self, vocab_size: int, expansion_size: int) -> None:
+        super().__init__()
+        self.expansion = VocabularyParallelEmbedding(vocab_size, expansion_size, tp=SINGLE)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x_up: Tensor = self.expansion(tokens)
+        return x_up
+
+
+class HostedDecoder(CausalDecoder):
+    """A hosted base and its expansion.
+
+    Attributes:
+        base: the model that transformers builds, always in evaluation mode.
+        layers: the added blocks, layer by layer.
+    """
+
+    spec: HostedSpec
+    plan: ExpansionPlan
+
+    def __init__(self, spec: HostedSpec, plan: ExpansionPlan) -> None:
+        super().__init__(spec, plan, SINGLE)
+        expansion_size = added_widths(plan).hidden_size
+        # First, so that a weight which `output` shares with it has its name from here.
+        self.base = build_base(spec)
+        self.embedding = HostedEmbedding(spec.vocab_size, expansion_size)
+        structure = spec.structure
+        self.layers = nn.ModuleList(
+            AddedLayer(spec, plan, index, layer) for index, layer in enumerate(structure.layers)
+        )
+        self.final_norm = RMSNorm(expansion_size, spec.norm_eps, SINGLE)
+        base_map = self.base.get_submodule(structure.output)
+        self.output = HostedOutput(spec, expansion_size, base_map)
+        self._rotary = RotaryEmbedding()
+        added = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
+        self._hooks = ExpansionHooks(self.base, structure, added)
+
+    def __deepcopy__(self, memo: object) -> HostedDecoder:
+        raise TypeError("a hosted decoder cannot be copied: its hooks would run the original")
+
+    @property
+    def keeps_base(self) -> bool:
+        return True
+
+    def train(self, mode: bool = True) -> HostedDecoder:
+        """Training mode for the expansion; the frozen base has no dropout."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostedDecoder:
+        """Applies `fn`, such as a move or a cast, but for a cast of the base.
+
+        transformers keeps some tensors in fp32, the rotary frequencies of every base among them.
+        DeepSpeed casts a whole module to 16 bits, which would shift all angles.
+        """
+        before = dict(self.base.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            parent, _, leaf = name.rpartition(".")
+            module = self.base.get_submodule(parent)
+            now = module.get_buffer(leaf)
+            if now.dtype != buffer.dtype:
+                # From the values before the cast, which has rounded them.
+                module._buffers[leaf] = buffer.to(now.device)
+        return self
+
+    def modules_gathered_whole(self) -> Iterator[nn.Module]:
+        structure = self.spec.structure
+        for layer in structure.layers:
+            for block in layer.blocks:
+                yield self.base.get_submodule(f"{structure.layer_name(layer)}.{block.name}")
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        raise ConfigError("compile: expected false beside a hosted base (base_code: transformers)")
+
+    def add_reference(self) -> None:
+        raise AssertionError("a hosted base is frozen: it is its own reference")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        kl_sequences: int = 0,
+        reference_sequences: int = 0,
+    ) -> Losses:
+        batch = TokenBatch(tokens, positions, documents)
+        hidden = self.hidden_states(*batch)
+        if reference_sequences:
+            reference = self._reference_states(hidden, batch.first_sequences(reference_sequences))
+            hidden = replace(hidden, reference=reference)
+        losses: Losses = self.output(hidden, targets.flatten(), kl_sequences * tokens.shape[1])
+        return losses.of_shape(targets.shape)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        *,
+        path: LogitsPath = "model",
+    ) -> HiddenStates:
+        batch = TokenBatch(tokens, positions, documents)
+        rows = DocumentRows.of(batch, self.spec.structure.documents)
+        if path == "base":
+            hidden = HiddenStates(self._run(rows.batch, None), is_base=True)
+        elif path == "preserved" or self.gate is None:
+            hidden = self._widened_states(rows.batch, masked=path == "preserved")
+        else:
+            hidden = self._gated_states(self.gate, rows.batch)
+        return rows.restored(hidden.one_token_a_row())
+
+    @torch.no_grad()
+    def base_stream(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        *,
+        layer: int,
+    ) -> Tensor:
+        rows = DocumentRows.of(
+            TokenBatch(tokens, positions, documents), self.spec.structure.documents
+        )
+        streams: list[Tensor] = []
+        with self._stream_shown_to(streams.append, layer):
+            self._run(rows.batch, None)
+        hidden = rows.restored(HiddenStates(streams[0]).one_token_a_row())
+        return hidden.x.view(*tokens.shape, -1)
+
+    def _run(self, batch: TokenBatch, forward_pass: ForwardPass | None) -> Tensor:
+        """The base's last hidden states, after its last norm: [B, S, D]."""
+        body = self.base.get_submodule(self.spec.body)
+        separation = self.spec.structure.documents
+        inputs = base_inputs(batch, separation, self.base.config, self.dtype)
+        with self._hooks.run(forward_pass):
+            output = body(input_ids=batch.tokens, **inputs)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def _pass(self, batch: TokenBatch, *, masked: bool) -> ForwardPass:
+        """What a forward of the base on `batch` needs on the side of the expansion."""
+        tokens, positions, documents = batch
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rotary = self.spec.layers[0].rotary
+        table = None
+        if rotary is not None:
+            table = self._rotary.table(rotary, positions, documents, self.dtype)
+        attend = attention_kernel(documents, tokens.device, self.dtype, self.spec.head_dim)
+        return ForwardPass(
+            self.embedding(tokens),
+            Context(table, attend),
+            masked=masked,
+            is_recomputed=self._is_recomputed,
+        )
+
+    def _is_recomputed(self, layer: AddedLayer) -> bool:
+        if self.activation_checkpointing == "collaborative":
+            return layer.collaborative
+        return self.activation_checkpointing == "all"
+
+    def _widened_states(self, batch: TokenBatch, *, masked: bool) -> HiddenStates:
+        """The last hidden states of both streams, [B, S, ...]."""
+        forward_pass = self._pass(batch, masked=masked)
+        x = self._run(batch, forward_pass)
+        return HiddenStates(x, self.final_norm(forward_pass.x_up), is_base=masked)
+
+    def _gated_states(self, gate: TokenGate, batch: TokenBatch) -> HiddenStates:
+        """The last hidden states where closed tokens have neither W12 nor added logits."""
+        if gate.layer > self.plan.last_exact_layer:
+            raise ValueError("a gate needs the exact base stream of a widened model")
+        document_ids = None if batch.documents is None else batch.documents.ids
+        forward_pass = self._pass(batch, masked=False)
+        found: list[Tensor] = []
+
+        def close(x: Tensor) -> None:
+            # Below the gate's layer there is no W12: the mask counts from here on.
+            closed = self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)
+            forward_pass.masked = closed
+            found.append(closed)
+
+        with self._stream_shown_to(close, gate.layer):
+            x = self._run(batch, forward_pass)
+        (closed,) = found
+        last = (x, self.final_norm(forward_pass.x_up))
+        x, x_up = choose_path(closed, last, last)
+        return HiddenStates(x, x_up, closed=closed.squeeze(-1))
+
+    @torch.no_grad()
+    def _reference_states(self, hidden: HiddenStates, of_base: TokenBatch) -> Tensor:
+        """The base's own last hidden states of the first sequences: [R, D]."""
+        if self.plan.last_exact_layer == self.plan.num_layers:
+            # Preserve: the model's base stream is the base's.
+            return hidden.x[: of_base.tokens.numel()].detach()
+        return self.hidden_states(*of_base, path="base").x
+
+    @contextmanager
+    def _stream_shown_to(self, use: Callable[[Tensor], object], layer: int) -> Iterator[None]:
+        """Shows `use` the residual stream before `layer` of a forward within, or after the last."""
+        structure = self.spec.structure
+        last = len(structure.layers) - 1
+        module = self.base.get_submodule(structure.layer_name(structure.layers[min(layer, last)]))
+
+        def before(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            use(arguments[0] if arguments else options["hidden_states"])
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            use(output[0] if isinstance(output, (tuple, list)) else output)
+
+        if layer > last:
+            handle = module.register_forward_hook(after)
+        else:
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,226 @@
+"""Reads a Hugging Face folder as a hosted base: its config.json, its structure, its output map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.files import read_object
+from pipeline.hosted.find import build_without_memory, find_structure
+from pipeline.hosted.spec import HostedSpec, LogitScale
+from pipeline.hosted.structure import HostedStructure
+from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN, build_twin, model_class_of
+from pipeline.hub import model_folder
+from pipeline.model.spec import ACTIVATIONS, LayerKind, RotarySpec
+from pipeline.scale.plan import Widths
+
+# Entries of config.json that change no result.
+_NOT_RECORDED = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+_HEAD_DIM = 64
+"""The size of an added head where the base has no heads, or heads of a size that suits none."""
+_LARGEST_HEAD = 256
+_NO_LIMIT = 2**31
+
+
+def read_hosted_spec(path: Path) -> HostedSpec:
+    """The hosted base that the folder's config.json describes; `path` may be that file itself.
+
+    Raises:
+        BaseModelError: the file is missing or damaged, transformers has no class for it, or its
+            structure is not understood.
+    """
+    file = path if path.is_file() else path / "config.json"
+    try:
+        values = read_object(file, BaseModelError, "copy the folder again")
+    except FileNotFoundError:
+        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
+        raise BaseModelError(
+            f"{file}: no such file; base must be a Hugging Face model folder"
+        ) from None
+    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
+    try:
+        return _spec_of(orjson.dumps(recorded))
+    except BaseModelError as error:
+        raise BaseModelError(f"{file}: {error}") from None
+
+
+@cache
+def _spec_of(config_json: bytes) -> HostedSpec:
+    """The hosted base of a config.json; finding its structure takes seconds."""
+    recorded = orjson.loads(config_json)
+    model_type = recorded.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise BaseModelError(
+            f"model_type {model_type!r:.80}: transformers has no such type of its own, and code of "
+            "a model's folder is not run; use a base of another type"
+        )
+    if recorded.get("quantization_config"):
+        raise BaseModelError(
+            "quantization_config: quantized weights are not supported; use the original model"
+        )
+    with faults_of_library(f"not a {model_type} config", BaseModelError):
+        config = CONFIG_MAPPING[model_type].from_dict(orjson.loads(config_json))
+    structure = find_structure(config)
+    _, own_config = model_class_of(config)
+    output = _output_of(build_twin(config), structure, own_config)
+    output_map = build_without_memory(config).get_submodule(structure.output)
+    text = own_config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = _head_dim(text, structure.hidden_size, heads)
+    layer = LayerKind(_rotary(text, head_dim))
+    return HostedSpec(
+        family=model_type,
+        vocab_size=output_map.get_parameter("weight").shape[0],
+        layers=(layer,) * len(structure.layers),
+        widths=Widths(
+            structure.hidden_size, getattr(text, "intermediate_size", None) or 0, heads, kv_heads
+        ),
+        head_dim=head_dim,
+        norm="rmsnorm",
+        norm_eps=_first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
+        activation=_activation(text),
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
+        tie_word_embeddings=bool(getattr(own_config, "tie_word_embeddings", False)),
+        output_softcap=output.softcap,
+        config=recorded,
+        structure=structure,
+        body=output.body,
+        logit_scale=output.scale,
+        output_map_bias=getattr(output_map, "bias", None) is not None,
+    )
+
+
+def _first(config: PretrainedConfig, *names: str) -> Any:  # whatever the config holds
+    """The first of these entries that the config has; None if it has none."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _head_dim(config: PretrainedConfig, hidden_size: int, heads: int) -> int:
+    """The size of an added head: that of the base's heads, where it suits every kernel."""
+    size = getattr(config, "head_dim", None) or hidden_size // heads
+    if not isinstance(size, int) or size % 2 or not 2 <= size <= _LARGEST_HEAD:
+        return _HEAD_DIM
+    return size
+
+
+def _activation(config: PretrainedConfig) -> str:
+    name = _first(config, "hidden_act", "hidden_activation", "activation_function")
+    return name if name in ACTIVATIONS else "silu"
+
+
+def _rotary(config: PretrainedConfig, head_dim: int) -> RotarySpec:
+    """The rotary embedding of the added heads: an ordinary one, on the base's scale if it has
+    one."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:
+        parameters = parameters["full_attention"]
+    theta = parameters.get("rope_theta")
+    if not isinstance(theta, (int, float)) or theta <= 1:
+        theta = 10000.0
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return RotarySpec(tuple(frequencies.float().tolist()))
+
+
+# The output map: which states it reads, and what becomes of its products.
+
+
+class _Output:
+    """What stands around the output map of a base.
+
+    Attributes:
+        body, scale: the fields of `HostedSpec`.
+        softcap: the field `output_softcap`.
+    """
+
+    def __init__(self, body: str, scale: LogitScale, softcap: float | None) -> None:
+        self.body = body
+        self.scale = scale
+        self.softcap = softcap
+
+
+@torch.no_grad()
+def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) -> _Output:
+    """Finds the output's formula on a small twin of the base, where it must hold to the last bit.
+
+    Raises:
+        BaseModelError: the output map reads other states than the last hidden ones, or its products
+            become logits by a formula that is not known.
+    """
+    tokens = torch.arange(24).view(2, 12) * 5 % FIRST_SPECIAL_TOKEN
+    seen: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...], products: Tensor) -> None:
+        seen["states"] = arguments[0]
+        seen["products"] = products
+
+    handle = twin.get_submodule(structure.output).register_forward_hook(keep)
+    logits = twin(input_ids=tokens, use_cache=False).logits
+    handle.remove()
+    body = _body_name(twin, tokens, seen["states"])
+    for scale, softcap in _formulas(config):
+        found = seen["products"].float()
+        found = found / scale.factor if scale.divides else found * scale.factor
+        if softcap is not None:
+            found = torch.tanh(found / softcap) * softcap
+        if torch.equal(found, logits.float()):
+            return _Output(body, scale, softcap)
+    raise BaseModelError(
+        f"{structure.output}: its products become logits by a formula that is not known; use "
+        "another base"
+    )
+
+
+def _body_name(twin: Any, tokens: Tensor, states: Tensor) -> str:
+    """The module whose last hidden states the output map reads."""
+    candidates = [twin.base_model, twin.get_decoder()]
+    names = {module: name for name, module in twin.named_modules()}
+    for module in candidates:
+        if module is twin or module not in names:
+            continue
+        found = getattr(module(input_ids=tokens, use_cache=False), "last_hidden_state", None)
+        if found is not None and torch.equal(found, states):
+            return names[module]
+    raise BaseModelError(
+        "the output map reads other states than the last hidden ones of the base's body; use "
+        "another base"
+    )
+
+
+def _formulas(config: PretrainedConfig) -> Iterator[tuple[LogitScale, float | None]]:
+    """What a base may do to the products of its output map, by the numbers of its config."""
+    text = config.get_text_config(decoder=True)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    yield LogitScale(), None
+    if softcap:
+        yield LogitScale(), softcap
+    numbers: set[float] = set()
+    for name, value in text.to_dict().items():
+        is_scale = "logit" in name or "multiplier" in name
+        if is_scale and type(value) in (int, float) and value:
+            numbers.add(float(value))
+    for number in sorted(numbers):
+        for divides in (False, True):
+            yield LogitScale(number, divides), None
+            if softcap:
+                yield LogitScale(number, divides), softcap

@@ -1,0 +1,69 @@
+"""What a run knows of a hosted base before any weight is read.
+
+A `HostedSpec` is a `DecoderSpec` whose features describe the *added* blocks: their heads, rotary
+embedding, norms and activation. How the base itself computes is transformers' affair; the spec has
+its config.json, from which transformers builds it, and its structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.hosted.structure import HostedStructure
+from pipeline.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """What a base does to the products of its output map before they are logits.
+
+    They are multiplied by `factor`, or with `divides` divided by it. Some bases do one and some the
+    other, and the results differ in the last bit.
+    """
+
+    factor: float = 1.0
+    divides: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedSpec(DecoderSpec):
+    """A base that transformers computes, and what is added beside its blocks.
+
+    Attributes:
+        config: the contents of config.json, without the entries that change no result.
+        structure: which modules are mixers and which FFNs.
+        body: the module of the base whose `last_hidden_state` the output map reads.
+        logit_scale: see `LogitScale`; soft-capping is `output_softcap`.
+        output_map_bias: whether the output map has a bias.
+    """
+
+    config: Mapping[str, Any] = field(hash=False)
+    structure: HostedStructure
+    body: str
+    logit_scale: LogitScale = LogitScale()
+    output_map_bias: bool = False
+
+    @property
+    def is_native(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        """The structure in one line, each kind of layer once."""
+        counts: dict[str, int] = {}
+        for layer in self.structure.layers:
+            parts = [f"{block.name} ({block.kind})" for block in layer.blocks]
+            kind = " + ".join(parts)
+            counts[kind] = counts.get(kind, 0) + 1
+        kinds = [f"{count} layers of {kind}" for kind, count in counts.items()]
+        apart = self.structure.documents.replace("_", " ")
+        return (
+            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; documents "
+            f"of a row are kept apart by {apart}"
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        values = super().to_record()
+        values["structure"] = self.structure.to_json()
+        return values

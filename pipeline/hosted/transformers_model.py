@@ -1,0 +1,67 @@
+"""The model of transformers that is a hosted base: built without values, or loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.twin import model_class_of
+
+
+def hosted_config(spec: HostedSpec) -> PretrainedConfig:
+    """transformers' configuration of the class that is built."""
+    values = dict(spec.config)
+    config: PretrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    return model_class_of(config)[1]
+
+
+def build_base(spec: HostedSpec) -> nn.Module:
+    """The base in torch's default dtype, frozen and in evaluation mode; its values are unset."""
+    dtype = torch.get_default_dtype()
+    model_class = getattr(transformers, spec.structure.model_class)
+    options: dict[str, Any] = {"dtype": dtype}
+    if dtype == torch.float64:
+        # The products over all experts at once are for smaller types.
+        options["experts_implementation"] = "eager"
+    with no_init_weights():
+        model: Any = model_class._from_config(hosted_config(spec), **options)
+    model.tie_weights()  # part of the initialisation that was left out
+    return model.requires_grad_(False).eval()
+
+
+def load_whole_base(folder: Path, spec: HostedSpec, dtype: torch.dtype) -> nn.Module:
+    """The base as any user loads it, on the CPU.
+
+    Raises:
+        BaseModelError: transformers cannot load the folder, or its weights do not fit config.json.
+    """
+    model_class = getattr(transformers, spec.structure.model_class)
+    # Its bars would tear ours, and fill the log of a job.
+    transformers.utils.logging.disable_progress_bar()
+    with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
+        model, found = model_class.from_pretrained(
+            folder,
+            config=hosted_config(spec),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    # transformers fills what is missing with random numbers, and only warns.
+    for fault in ("missing_keys", "mismatched_keys"):
+        if found[fault]:
+            names = sorted(map(str, found[fault]))
+            raise BaseModelError(
+                f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more; the "
+                "weights do not fit config.json: copy the folder again"
+            )
+    loaded: nn.Module = model.requires_grad_(False).eval()
+    return loaded

@@ -1,0 +1,82 @@
+"""Ids that a gate opens whatever their score: which they are, and what stays exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.gating.open_ids import choose_open_ids
+from pipeline.gating.windows import Windows
+from tests.gating.gates import random_gate
+from tests.gating.test_exactness import batch_of, trained
+
+
+def counts(*of_ids: int) -> np.ndarray:
+    return np.array(of_ids, dtype=np.int64)
+
+
+def test_open_are_ids_that_new_text_has_often_and_old_text_hardly_ever():
+    new = counts(5000, 20, 19, 300, 400, 0, 200)
+    old = counts(50_000, 0, 0, 1, 0, 100_000, 600)
+    found = choose_open_ids(new, old, min_count=20, never=frozenset({4, 1000}))
+    assert found.ids == (1, 3)
+    assert found.of_new == 320 / 5939
+    assert found.of_old == 1 / 150_601
+
+
+def test_little_old_text_and_much_new_text_open_no_id_by_chance():
+    new = counts(10**6, 20, 10**5)
+    assert choose_open_ids(new, counts(3000, 0, 0), min_count=20, never=frozenset()).ids == (2,)
+    assert choose_open_ids(new, counts(30, 0, 0), min_count=20, never=frozenset()).ids == ()
+    none = counts(0, 0, 0)
+    assert choose_open_ids(new, none, min_count=20, never=frozenset()).ids == ()
+    assert choose_open_ids(none, new, min_count=1, never=frozenset()).ids == ()
+
+
+def test_old_ids_are_those_of_windows_without_new_text():
+    is_new = torch.tensor([[False, False], [False, True], [True, True]])
+    present = torch.tensor([[True, False], [True, True], [True, True]])
+    tokens = torch.arange(6).view(3, 2)
+    is_own = torch.zeros_like(is_new)
+    windows = Windows(tokens, tokens, tokens, tokens, is_new, is_own, present)
+    all_look_new = torch.ones_like(present)
+    assert windows.old_ids(all_look_new).tolist() == [0]
+    own = replace(windows, is_own=~is_new)
+    assert own.old_ids(~all_look_new).tolist() == [0]
+    assert own.old_ids(all_look_new).tolist() == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
+def test_text_without_the_ids_is_the_bases_and_the_ids_are_open(variant, base):
+    model = trained(base, "llama tied", variant)
+    batch = batch_of(model)
+    tokens = batch[0]
+    # The ids of one token in each row, behind the first.
+    ids = tuple(sorted({int(tokens[0, 12]), int(tokens[1, 20])}))
+    has_id = torch.isin(tokens, torch.tensor(ids))
+    assert has_id.any() and not has_id.all()
+    of_base = model.logits(*batch, path="base")
+    model.gate = random_gate(model, tokens, batch[2], opens="always")
+    opened = model.logits(*batch)
+
+    gate = random_gate(model, tokens, batch[2], opens="never")
+    model.gate = replace(gate, open_ids=ids)
+    assert torch.equal(model.gate.opens_id(tokens), has_id)
+    found = model.logits(*batch)
+    before = has_id.cumsum(dim=1) == 0
+    assert before.any() and torch.equal(found[before], of_base[before])
+    if variant != "adapt":  # whose open tokens read what closed ones left in attention
+        assert torch.equal(found, torch.where(has_id.unsqueeze(-1), opened, of_base))
+    assert ((found - of_base).abs().amax(-1)[has_id] > 1e-3).all()
+
+    without = torch.where(has_id, (tokens + 1) % model.spec.vocab_size, tokens)
+    while torch.isin(without, torch.tensor(ids)).any():
+        without = torch.where(
+            torch.isin(without, torch.tensor(ids)), (without + 1) % model.spec.vocab_size, without
+        )
+    batch = (without, *batch[1:])
+    assert torch.equal(model.logits(*batch), model.logits(*batch, path="base"))

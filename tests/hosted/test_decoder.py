@@ -1,0 +1,167 @@
+"""A hosted base with its expansion: what equals transformers to the bit, and what trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.model.attention import Documents
+from pipeline.model.from_hf import is_base
+from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
+from tests.widened import packed, some_batch, some_tokens, trained_gradients
+
+NOISE = 0.05
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosted")
+    paths = {}
+
+    def of_kind(name):
+        if name not in paths:
+            paths[name] = save_hosted(name, folder / name)
+        return opened(paths[name])
+
+    return of_kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_zero_equals_transformers_to_the_bit(base, kind):
+    folder = base(kind)
+    model = hosted(folder)
+    tokens = some_tokens(folder.spec, 2, 20)
+    with torch.no_grad():
+        expected = by_transformers(folder)(tokens, use_cache=False).logits
+    assert torch.equal(model.logits(tokens), expected)
+    assert torch.equal(model.logits(tokens, path="base"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_added_parameter_trains_and_the_base_stays(base, kind):
+    folder = base(kind)
+    model = hosted(folder, noise=NOISE)
+    tokens, targets = some_batch(folder.spec, 2, 20)
+    model.train()
+    model(tokens, targets).total.backward()
+    for name, gradient in trained_gradients(model).items():
+        assert gradient.any(), name
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != is_base(name)
+        assert is_base(name) == name.startswith("base.")
+    with torch.no_grad():
+        expected = by_transformers(folder)(tokens, use_cache=False).logits
+    assert torch.equal(model.logits(tokens, path="base"), expected)
+    assert torch.equal(model.logits(tokens, path="preserved"), model.logits(tokens)) is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preserve_keeps_the_base_stream_to_the_bit(base, kind):
+    folder = base(kind)
+    model = hosted(folder, "preserve", noise=NOISE)
+    tokens = some_tokens(folder.spec, 2, 20)
+    changed = model.hidden_states(tokens)
+    assert torch.equal(changed.x, model.hidden_states(tokens, path="base").x)
+    assert not torch.equal(model.logits(tokens), model.logits(tokens, path="base"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_layers_give_the_same_gradients(base, kind):
+    folder = base(kind)
+    tokens, targets = some_batch(folder.spec, 2, 20)
+    found = []
+    for checkpointing in ("none", "collaborative", "all"):
+        model = hosted(folder, noise=NOISE, activation_checkpointing=checkpointing)
+        model.train()
+        model(tokens, targets).total.backward()
+        found.append(trained_gradients(model))
+    plain, *recomputed = found
+    for gradients in recomputed:
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, plain[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_a_row_do_not_see_each_other(base, kind):
+    folder = base(kind)
+    model = hosted(folder, noise=NOISE)
+    positions, documents = packed([9, 14], [16, 7])
+    tokens = some_tokens(folder.spec, 2, 23)
+    together = model.logits(tokens, positions, documents)
+    for row, first in ((0, 9), (1, 16)):
+        for part in (slice(None, first), slice(first, None)):
+            alone = model.logits(tokens[row : row + 1, part])
+            torch.testing.assert_close(together[row : row + 1, part], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_crosses_documents_where_the_run_wants_it(base):
+    folder = base("llama")
+    model = hosted(folder, noise=NOISE)
+    positions, _ = packed([9, 14])
+    tokens = some_tokens(folder.spec, 1, 23)
+    other = tokens.clone()
+    other[:, :9] = other[:, :9].flip(1)
+    found = model.logits(tokens, positions)
+    assert not torch.equal(found[:, 9:], model.logits(other, positions)[:, 9:])
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite", "gemma2"])
+def test_16_bits_leave_the_rotary_frequencies_alone(base, kind):
+    """DeepSpeed casts the whole module, and transformers keeps frequencies in fp32."""
+    folder = base(kind)
+    model = hosted(folder, dtype=torch.bfloat16).bfloat16()
+    tokens = some_tokens(folder.spec, 2, 20)
+    theirs = by_transformers(folder, torch.bfloat16)
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(model.base.get_buffer(name), buffer), name
+    body = theirs.get_submodule(folder.spec.body)
+    with torch.no_grad():
+        expected = body(tokens, use_cache=False).last_hidden_state
+    assert torch.equal(model.hidden_states(tokens, path="base").x, expected.flatten(0, 1))
+
+
+def test_gradients_of_a_scaled_output_are_those_of_autograd(base):
+    for kind in ("granite", "gemma2", "phi"):
+        folder = base(kind)
+        model = hosted(folder, noise=NOISE)
+        tokens, targets = some_batch(folder.spec, 2, 20)
+        losses = model(tokens, targets)
+        losses.total.backward()
+        found = trained_gradients(model)
+        model.zero_grad()
+        hidden = model.hidden_states(tokens)
+        z = model.output._base_logits(hidden.x) + hidden.x_up @ model.output.expansion.T
+        scale = folder.spec.logit_scale
+        z = z / scale.factor if scale.divides else z * scale.factor
+        if (cap := folder.spec.output_softcap) is not None:
+            z = torch.tanh(z / cap) * cap
+        expected = torch.nn.functional.cross_entropy(z, targets.flatten(), reduction="sum")
+        expected.backward()
+        torch.testing.assert_close(losses.total, expected)
+        for name, gradient in trained_gradients(model).items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_kl_compares_with_the_base(base):
+    folder = base("llama")
+    tokens, targets = some_batch(folder.spec, 3, 20)
+    for variant in ("preserve", "adapt"):
+        model = hosted(folder, variant, noise=NOISE)
+        found = model(tokens, targets, None, None, 2, 2)
+        model_log = model.logits(tokens)[:2].log_softmax(-1)
+        base_log = model.logits(tokens, path="base")[:2].log_softmax(-1)
+        expected = (base_log.exp() * (base_log - model_log)).sum(-1)
+        expected = expected.masked_fill(targets[:2] == -100, 0)
+        torch.testing.assert_close(found.kl[:2], expected, rtol=1e-4, atol=1e-5)
+        assert not found.kl[2:].any() and not found.nll[:2].any()
+
+
+def test_documents_record_where_they_lie(base):
+    """Padding rows of one document a row changes nothing."""
+    folder = base("mamba")
+    assert folder.spec.structure.documents == "one_document"
+    model = hosted(folder, noise=NOISE)
+    tokens = some_tokens(folder.spec, 2, 20)
+    rows = Documents.whole_rows(tokens)
+    positions = torch.arange(20).expand(2, 20)
+    assert torch.equal(model.logits(tokens, positions, rows), model.logits(tokens))

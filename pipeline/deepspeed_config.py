@@ -199,8 +199,10 @@ class DeepSpeedConfig:
         }
 
 
-def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
+def accumulation_steps(schedule: Schedule, dp_size: int, *, setting: str = "schedule") -> int:
     """How many micro-batches each rank accumulates for one optimizer step.
+
+    `setting` is where `schedule` comes from.
 
     Raises:
         LayoutError: the global batch does not consist of whole micro-batches. It names the nearest
@@ -214,7 +216,7 @@ def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
         if below > 0:
             nearest = f"{below}, {below + at_once}"
         raise LayoutError(
-            f"schedule.global_batch_size: {batch_size} does not divide by micro_batch_size "
+            f"{setting}.global_batch_size: {batch_size} does not divide by micro_batch_size "
             f"{schedule.micro_batch_size} x {dp_size} data-parallel ranks = {at_once}; nearest "
             f"that do: {nearest}"
         )

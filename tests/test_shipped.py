@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.checks.inputs import check_fits
 from pipeline.config.run import load_config
+from pipeline.config.stage_plan import training_stages
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
@@ -31,6 +32,9 @@ RANKS = {
     "demo": (1, 2),
     "demo_fft": (1, 2),
     "demo_vocabulary": (1,),
+    "demo_stages": (1,),
+    "demo_rows_first": (1,),
+    "cpt_korean_llama3.2_1b_stages": CLUSTERS,
     "cpt_korean_llama3.2_1b": CLUSTERS,
     "cpt_korean_llama3.1_8b": CLUSTERS,
     "cpt_korean_llama3.1_8b_instruct": CLUSTERS,
@@ -50,7 +54,8 @@ def test_a_configuration_is_a_run_that_fits_its_intended_ranks(path):
     assert config.folder.name.replace("-", "_") == path.stem
     for ranks in RANKS[path.stem]:
         layout = Layout(ranks, config.parallel.tp_size)
-        assert accumulation_steps(config.schedule, layout.dp_size) >= 1
+        for stage in training_stages(config):
+            assert accumulation_steps(stage.config.schedule, layout.dp_size) >= 1
         load_deepspeed_config(config.deepspeed, layout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,8 @@ from pipeline.config.data import Data
 from pipeline.config.method import Method
 from pipeline.config.reading import flattened, with_defaults, with_new_names
 from pipeline.config.run import BasePrecision, RunConfig
+from pipeline.config.stage_plan import training_stages
+from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import (
     CHECKSUM,
@@ -73,6 +75,18 @@ class StepRecord(NamedTuple):
     gradient_norm: float
 
 
+class CoolDown(NamedTuple):
+    """The end of a run that stops early: its learning rate falls along a line.
+
+    `first_step` and `last_step` are how many steps are done where it begins and ends;
+    `learning_rate` is the schedule's where it begins.
+    """
+
+    first_step: int
+    last_step: int
+    learning_rate: float
+
+
 class Position(_ManifestSection):
     """The progress of a run, and everything needed to resume it exactly.
 
@@ -92,6 +106,9 @@ class Position(_ManifestSection):
         initial_nll_per_token: the score of each held-out corpus before the first step, from which
             forgetting is measured.
         recent: the last steps that changed the weights, oldest first.
+        lowest_nll_per_token: the lowest score of the new text so far; None before the first one.
+        validations_without_gain: how many validations in a row were not below it.
+        cool_down: the end of a run that stops early; None until that is decided.
     """
 
     step: int = 0
@@ -103,6 +120,16 @@ class Position(_ManifestSection):
     learning_rate_factor: float = 1.0
     initial_nll_per_token: dict[str, float] = {}
     recent: tuple[StepRecord, ...] = ()
+    lowest_nll_per_token: float | None = None
+    validations_without_gain: int = 0
+    cool_down: CoolDown | None = None
+
+    def last_step(self, config: RunConfig) -> int:
+        """After how many steps the run ends: its schedule's, or the last one of its cool-down."""
+        # A run whose `stop_after` was removed goes on by its schedule.
+        if self.cool_down is None or config.validation.stop_after is None:
+            return config.schedule.steps
+        return min(self.cool_down.last_step, config.schedule.steps)
 
     def changed(self, **changes: object) -> Position:
         return self.model_copy(update=changes)
@@ -137,6 +164,24 @@ class LayoutRecord(_ManifestSection):
     dtype: str
 
 
+class StageRecord(_ManifestSection):
+    """What a stage of a run trains, and on which samples; its rates may change.
+
+    Attributes:
+        weights: of the corpora that it reads.
+        fractions: of the samples, by the role of their corpora.
+    """
+
+    name: str
+    steps: int
+    trains: tuple[str, ...]
+    global_batch_size: int
+    sequence_length: int
+    weights: dict[str, float]
+    fractions: dict[str, float]
+    passage_steps: int
+
+
 class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
@@ -150,6 +195,7 @@ class RunRecord(_ManifestSection):
         vocabulary: the folder of the extended vocabulary.
         new_rows: how many tokens that vocabulary adds.
         own_tokens: the ids that have rows of their own; None without own rows.
+        stages: empty in a run without stages. Those that are yet to begin may change.
     """
 
     name: str
@@ -167,6 +213,7 @@ class RunRecord(_ManifestSection):
     vocabulary: str | None = None
     new_rows: int = 0
     own_tokens: tuple[int, ...] | None = None
+    stages: tuple[StageRecord, ...] = ()
 
 
 class CheckpointFile(_ManifestSection):
@@ -242,7 +289,30 @@ def describe_run(
         vocabulary=vocabulary,
         new_rows=base.spec.new_tokens,
         own_tokens=own_tokens,
+        stages=_describe_stages(config),
     )
+
+
+def _describe_stages(config: RunConfig) -> tuple[StageRecord, ...]:
+    """The records of a run's stages; none for a run without stages."""
+    if not config.stages:
+        return ()
+    records: list[StageRecord] = []
+    for stage, settings in zip(training_stages(config), config.stages, strict=True):
+        weights, fractions = proportions(stage.config.data)
+        records.append(
+            StageRecord(
+                name=stage.name,
+                steps=stage.steps,
+                trains=tuple(settings.trains),
+                global_batch_size=stage.config.schedule.global_batch_size,
+                sequence_length=stage.config.data.sequence_length,
+                weights=weights,
+                fractions=fractions,
+                passage_steps=stage.passage_steps,
+            )
+        )
+    return tuple(records)
 
 
 def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> LayoutRecord:
@@ -319,7 +389,8 @@ def check_same_run(
 ) -> None:
     """Checks that a run can resume from a checkpoint.
 
-    Compared are the base, the settings `names`, and with `data` the content of the corpora. The
+    Compared are the base, the settings `names`, and with `data` the content of the corpora and the
+    stages that have begun. The
     parallel layout may differ. Settings that did not exist when the checkpoint was saved have their
     defaults; what the checkpoint does not record (`not_recorded`) is not compared.
 
@@ -360,6 +431,7 @@ def check_same_run(
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)
+        _check_same_stages(manifest, folder, run)
 
 
 def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
@@ -382,6 +454,49 @@ def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunReco
             "holds now; put that corpus back (make it again of the same files), or name another "
             "`folder` in the configuration, where a new run begins"
         )
+
+
+def _check_same_stages(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
+    """Compares the stages that have begun; the number of steps only of those that have ended.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    remedy = "set it back, or name another `folder` in the configuration, where a new run begins"
+    before = manifest.run.stages
+    now = run.stages
+    if bool(before) != bool(now):
+        found = "in stages" if before else "without stages"
+        raise CheckpointError(f"{folder}: was trained {found}; {remedy}")
+    step = manifest.position.step
+    begun_before = _begun(before, step)
+    begun_now = _begun(now, step)
+    if len(begun_before) != len(begun_now):
+        raise CheckpointError(
+            f"{folder}: its step {step} was in stage {len(begun_before)} of the run, and would now "
+            f"be in stage {len(begun_now)}: other numbers of steps; {remedy}"
+        )
+    for saved, wanted in zip(begun_before, begun_now, strict=True):
+        for name, value in saved.items():
+            if value != wanted[name]:
+                raise CheckpointError(
+                    f"{folder}: was trained with another stages.{saved['name']}.{name} (expected "
+                    f"{value!r}, found {wanted[name]!r}); {remedy}"
+                )
+
+
+def _begun(stages: Sequence[StageRecord], step: int) -> list[dict[str, Any]]:
+    """The stages that have begun after `step` steps, the last one without its number of steps."""
+    begun: list[dict[str, Any]] = []
+    first_step = 0
+    for stage in stages:
+        if begun and step <= first_step:
+            break
+        begun.append(stage.model_dump())
+        first_step += stage.steps
+    if begun:
+        del begun[-1]["steps"]
+    return begun
 
 
 def not_recorded(manifest: CheckpointManifest) -> list[str]:

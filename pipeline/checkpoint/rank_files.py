@@ -13,10 +13,12 @@ import json
 import os
 from array import array
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -49,6 +51,8 @@ class RankState(NamedTuple):
         values: the parts [n], by `<parameter>/<kind>`.
         adam_step: how many steps Adam has counted, in the dtype that it counts in.
         random_state: the random state of the device `cpu` and, with a GPU, of `cuda`.
+        adam_steps: in a run of several stages, the count of each parameter, because they differ.
+            Without moments, a parameter has not trained yet, and its count is 0.
     """
 
     tp_rank: int
@@ -57,6 +61,7 @@ class RankState(NamedTuple):
     values: dict[str, Tensor]
     adam_step: Tensor
     random_state: dict[str, Tensor]
+    adam_steps: Mapping[str, int] = MappingProxyType({})
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -75,7 +80,13 @@ def write_rank_file(path: Path, state: RankState) -> None:
         tensors[_RANDOM + device] = random_state
 
     # The safetensors format: the header's length, the header as JSON, then all values in order.
-    layout = {"tp_rank": state.tp_rank, "tp_size": state.tp_size, "first": state.first}
+    layout: dict[str, Any] = {
+        "tp_rank": state.tp_rank,
+        "tp_size": state.tp_size,
+        "first": state.first,
+    }
+    if state.adam_steps:
+        layout["adam_steps"] = dict(state.adam_steps)
     header: dict[str, Any] = {"__metadata__": {_LAYOUT: json.dumps(layout)}}
     begin = 0
     for name, tensor in tensors.items():
@@ -119,6 +130,7 @@ class Index(NamedTuple):
             order: int64 [parts, 4]. The columns are the part's first element, its length, the
             number of its file in `files`, and the byte of that file at which its weights begin.
         tp_size: the tensor-parallel size of the run that saved it.
+        adam_steps: the count of each parameter, where they differ.
     """
 
     folder: Path
@@ -126,6 +138,7 @@ class Index(NamedTuple):
     parts: dict[tuple[str, int], npt.NDArray[np.int64]]
     tp_size: int
     adam_step: Tensor
+    adam_steps: dict[str, int]
 
 
 def read_index(folder: Path) -> Index:
@@ -145,6 +158,7 @@ def read_index(folder: Path) -> Index:
 
     # Flat arrays of numbers: a checkpoint of a thousand ranks has millions of parts.
     found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
+    adam_steps: dict[str, int] = {}
     tp_size = 1
     for number, path in enumerate(files):
         with _faults_of(path), path.open("rb") as file:
@@ -156,6 +170,7 @@ def read_index(folder: Path) -> Index:
             layout = orjson.loads(header["__metadata__"][_LAYOUT])
             tp_rank = int(layout["tp_rank"])
             tp_size = int(layout["tp_size"])
+            adam_steps.update(layout.get("adam_steps", {}))
             for name, first in layout["first"].items():
                 weights = header[f"{name}/fp32"]
                 [length] = weights["shape"]
@@ -167,7 +182,7 @@ def read_index(folder: Path) -> Index:
     for key, numbers in found.items():
         table = np.frombuffer(numbers, dtype=np.int64).reshape(-1, 4)
         parts[key] = table[table[:, 0].argsort()]
-    return Index(folder, files, parts, tp_size, adam_step)
+    return Index(folder, files, parts, tp_size, adam_step, adam_steps)
 
 
 class CheckpointReader:
@@ -176,9 +191,8 @@ class CheckpointReader:
     A file is opened when a part of it is first read.
 
     Attributes:
-        names: the parameters that were trained, in the order of the model.
+        names: the parameters that the run's method trains, in the order of the model.
         tp_size: the tensor-parallel size of the run that saved the checkpoint.
-        adam_step: how many steps Adam has counted.
     """
 
     def __init__(self, index: Index, model: nn.Module) -> None:
@@ -192,7 +206,6 @@ class CheckpointReader:
         """
         self.folder = index.folder
         self.tp_size = index.tp_size
-        self.adam_step = index.adam_step
         self._index = index
         # Memory-mapped: a thousand of them would be too many open files.
         self._file = lru_cache(None)(lambda number: np.memmap(index.files[number], np.uint8, "r"))
@@ -215,6 +228,13 @@ class CheckpointReader:
                     f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of "
                     f"{name} than there is; use another checkpoint"
                 )
+
+    def adam_step(self, name: str) -> Tensor:
+        """How many steps Adam has counted of a parameter; 0 where it has not trained yet."""
+        count = self._index.adam_step
+        if name in self._index.adam_steps:
+            count = torch.full_like(count, self._index.adam_steps[name])
+        return count.clone()
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
         """The whole trained parameter `name`, or a moment of it, in fp32.

@@ -77,10 +77,10 @@ class Allocation:
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
         # Its imports take seconds, and every stage imports this module.
-        from pipeline.sizing.estimate import Estimator
+        from pipeline.sizing.estimate import estimator_of
 
         cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_on_node)
-        return Estimator(
+        return estimator_of(
             self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster
         )
 

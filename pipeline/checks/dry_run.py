@@ -9,11 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.data import Corpus
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig
+from pipeline.config.stage_plan import tokens_after, training_stages
+from pipeline.config.stages import proportions
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, unsupported_reason
 from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
@@ -32,12 +36,15 @@ from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
 from pipeline.hosted.spec import HostedSpec
+from pipeline.methods import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.merged_model import describe_splitting
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.estimate import Estimate, Estimator, layout_values
+from pipeline.sizing.estimate import Estimate, Estimator, estimator_of, layout_values
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 _TOKEN_BYTES = 4
@@ -104,12 +111,13 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     processes = "CPU processes" if cluster.on_cpu else "GPUs"
     ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
     rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
+    estimator: Estimator | None = None
     estimate: Estimate | None = None
     figures = _first_figures(config, cluster)
     if spec is None or deepspeed is None:
         rows.append(("layout", ranks))
     else:
-        estimator = Estimator(config, spec, deepspeed, cluster)
+        estimator = estimator_of(config, spec, deepspeed, cluster)
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
@@ -138,7 +146,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     if groups is not None:
         rows += [("groups", line) for line in group_lines(groups)]
         figures["groups"] = [asdict(row) for row in groups]
-    rows += _step_rows(config, estimate, cluster)
+    if config.stages:
+        rows += _training_stage_rows(inputs)
+    rows += _step_rows(config, estimator, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
     rows.append(("stages", ", ".join(_stages(config))))
@@ -155,16 +165,28 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
 
 def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
     """The figures that the configuration alone gives, and places for the others."""
-    schedule = config.schedule
-    tokens_per_step = schedule.global_batch_size * config.data.sequence_length
+    stages = training_stages(config)
+    steps = config.schedule.steps
+    of_stages: list[dict[str, Any]] = []
+    if config.stages:
+        for stage in stages:
+            of_stages.append(
+                {
+                    "name": stage.name,
+                    "steps": stage.steps,
+                    "tokens_per_step": stage.tokens_per_step,
+                    "trains": list(stage.config.stages[0].trains),
+                }
+            )
     return {
         "run": config.name,
         "folder": str(config.folder),
         "gpus": cluster.gpus,
         "nodes": cluster.nodes,
-        "steps": schedule.steps,
-        "tokens_per_step": tokens_per_step,
-        "tokens": schedule.steps * tokens_per_step,
+        "steps": steps,
+        "tokens_per_step": stages[0].tokens_per_step,
+        "tokens": tokens_after(stages, steps),
+        "training_stages": of_stages,
         "stages": list(_stages(config)),
         "parameters": None,
         "layout": None,
@@ -303,20 +325,59 @@ def _device_of(folder: Path) -> int:
     return path.stat().st_dev
 
 
-def _step_rows(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Iterator[Row]:
+def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
+    """What each stage of training does, a row a stage."""
+    spec = inputs.get_or_none("fitting_spec")
+    for stage, settings in zip(inputs.stages, inputs.config.stages, strict=True):
+        schedule = stage.config.schedule
+        parts = [
+            f"{schedule.steps:,} steps of {stage.tokens_per_step:,} tokens",
+            f"learning rate {schedule.learning_rate:g} ({schedule.decay})",
+        ]
+        trains = ", ".join(settings.trains) or "everything"
+        if spec is not None:
+            trains += f": {_trained_elements(stage.config, spec):,} parameters"
+        parts.append(f"trains {trains}")
+        text = f"{stage.number + 1} {stage.name}: {'; '.join(parts)}"
+        weights, fractions = proportions(stage.config.data)
+        read = [f"{name} {weight:g}" for name, weight in weights.items()]
+        for role, fraction in fractions.items():
+            read.append(f"{role} {fraction:.1%} of the samples")
+        text += f"; weights {', '.join(read)}"
+        if stage.passage_steps:
+            text += f", after a passage of {stage.passage_steps:,} steps"
+        yield "training", text
+
+
+def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
+    """How many elements train in a run, or in a stage of one."""
+    with torch.device("meta"):
+        model = build_model(config, spec, SINGLE)
+    return sum(parameter.numel() for _, parameter in named_trained_parameters(model))
+
+
+def _step_rows(
+    config: RunConfig, estimator: Estimator | None, estimate: Estimate | None, cluster: Cluster
+) -> Iterator[Row]:
     """The batch, the number of steps, and how long they take."""
     steps = config.schedule.steps
-    tokens_a_step = config.schedule.global_batch_size * config.data.sequence_length
-    micro_batches = "? micro-batches"
-    if estimate is not None:
+    stages = training_stages(config)
+    if estimate is not None and estimator is not None:
         number = estimate.micro_batches
         micro_batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-    yield "batch", f"{tokens_a_step:,} tokens a step, {micro_batches} a rank"
-    yield "steps", f"{steps:,}, {steps * tokens_a_step:,} tokens in all"
+        stage = estimator.stage
+    else:
+        micro_batches = "? micro-batches"
+        stage = stages[0]
+    text = f"{stage.tokens_per_step:,} tokens a step, {micro_batches} a rank"
+    if stage.name:
+        text += f", in stage {stage.name}"
+    yield "batch", text
+    yield "steps", f"{steps:,}, {tokens_after(stages, steps):,} tokens in all"
     if cluster.on_cpu:
         yield "duration", "unknown on CPUs; scale-cpt status measures the first steps"
-    elif estimate is not None:
-        duration = timedelta(seconds=round(steps * estimate.step_s))
+    elif estimate is not None and estimator is not None:
+        duration = timedelta(seconds=round(estimator.run_seconds(estimate.choice)))
         speed = f"ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"
         yield (
             "duration",
@@ -332,8 +393,10 @@ def _corpus_rows(inputs: RunInputs) -> Iterator[Row]:
     samples = inputs.get_or_none("samples") if is_tokenized(data) else None
     epochs: Mapping[str, float] = {}
     if samples is not None:
-        sequences = config.schedule.steps * config.schedule.global_batch_size
-        epochs = samples.training.epochs_after(sequences)
+        schedule = inputs.stages[-1].config.schedule
+        last = samples.training[-1]
+        stop = last.first + schedule.steps * schedule.global_batch_size
+        epochs = last.samples.epochs_after(stop)
     for name, corpus in data.corpora.items():
         folder = train_folder(data, name)
         text = "not made yet"

@@ -20,9 +20,15 @@ from pipeline.checkpoint.manifest import (
     load_manifest,
 )
 from pipeline.config.run import RunConfig
+from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.conversion.convert import run_texts
 from pipeline.data.corpus.token_corpus import TokenCorpus
-from pipeline.data.dataset.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.data.dataset.samples import (
+    HeldoutSamples,
+    StageSamples,
+    load_heldout,
+    samples_of_stages,
+)
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
@@ -30,9 +36,10 @@ from pipeline.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    DataError,
     UserError,
 )
+from pipeline.evaluation.benchmarks import Tasks
+from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.hosted.bases import open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
@@ -52,20 +59,21 @@ _logger = log.get_logger(__name__)
 
 
 class Samples(NamedTuple):
-    """The training and held-out samples of a run."""
+    """The training samples of each stage of a run, and its held-out samples."""
 
-    training: TrainingSamples
+    training: tuple[StageSamples, ...]
     heldout: dict[str, HeldoutSamples]
 
     @property
     def corpora(self) -> list[TokenCorpus]:
-        """The corpora that the samples are read from."""
-        corpora: list[TokenCorpus] = []
-        for packed in self.training.corpora.values():
-            corpora.append(packed.source)
+        """The corpora that the samples are read from, each once."""
+        corpora: dict[Path, TokenCorpus] = {}
+        for stage in self.training:
+            for packed in stage.samples.corpora.values():
+                corpora.setdefault(packed.source.folder, packed.source)
         for part in self.heldout.values():
-            corpora.append(part.packed.source)
-        return corpora
+            corpora.setdefault(part.packed.source.folder, part.packed.source)
+        return list(corpora.values())
 
     @property
     def contents(self) -> dict[str, str]:
@@ -76,7 +84,8 @@ class Samples(NamedTuple):
 class RunInputs:
     """What a run reads. Each property is opened when it is first read, and raises a UserError then.
 
-    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer.
+    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer and
+    lm-eval's tasks.
 
     Args:
         config: The run.
@@ -95,6 +104,8 @@ class RunInputs:
         # Objects of Rust and C++ libraries, which cannot all be pickled; the other ranks need the
         # fingerprint alone.
         state.pop("tokenizer", None)
+        # lm-eval runs on rank 0 alone.
+        state.pop("tasks", None)
         return state
 
     def get_or_none(self, name: str) -> Any:
@@ -108,8 +119,15 @@ class RunInputs:
     def layout(self) -> Layout:
         """The layout of the ranks, over which the batch divides."""
         layout = Layout(self._world_size, self.config.parallel.tp_size)
-        accumulation_steps(self.config.schedule, layout.dp_size)
+        for stage in self.stages:
+            setting = f"stages.{stage.name}" if stage.name else "schedule"
+            accumulation_steps(stage.config.schedule, layout.dp_size, setting=setting)
         return layout
+
+    @cached_property
+    def stages(self) -> list[TrainingStage]:
+        """The stages of the run, at least one."""
+        return training_stages(self.config)
 
     @cached_property
     def deepspeed_config(self) -> DeepSpeedConfig:
@@ -162,6 +180,11 @@ class RunInputs:
         return self.tokenizer.fingerprint
 
     @cached_property
+    def tasks(self) -> Tasks:
+        """lm-eval's tasks of `validation.tasks`, with their documents."""
+        return load_training_tasks(self.config)
+
+    @cached_property
     def compared_texts(self) -> list[str]:
         """Beginnings of the run's texts on this machine, on which tokenizers are compared."""
         return list(run_texts(self.config))
@@ -182,21 +205,12 @@ class RunInputs:
         if config.vocabulary is not None:
             # The base writes its text with its own tokenizer, before the new tokens are added.
             sampled_fingerprint = read_vocabulary(config.vocabulary.folder).base_tokenizer
-        training = TrainingSamples(
-            config.data,
+        training = samples_of_stages(
+            self.stages,
             seed=config.seed,
             tokenizer_fingerprint=fingerprint,
             sampled_fingerprint=sampled_fingerprint,
         )
-        batch = config.schedule.global_batch_size
-        needed = config.schedule.steps * batch
-        # Before the first step, not at the last: a job of days would end in an error.
-        if training.total is not None and training.total < needed:
-            raise DataError(
-                f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the "
-                f"corpora's epochs and token budgets end after {training.total}; "
-                f"use at most {training.total // batch} steps"
-            )
         return Samples(training, load_heldout(config.data, tokenizer_fingerprint=fingerprint))
 
     @cached_property
@@ -218,7 +232,7 @@ class RunInputs:
                 continue  # Resuming reports it, and takes the one before.
             # A run whose schedule.steps was raised goes on.
             step = manifest.position.step
-            finished = is_trained(config.folder) and step >= config.schedule.steps
+            finished = is_trained(config.folder) and step >= manifest.position.last_step(config)
             self._check_continues(checkpoint, manifest, finished=finished)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, step)
@@ -300,16 +314,24 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
     longest = spec.max_position_embeddings
     # Rotary angles beyond the context were never trained; most bases give nonsense there, without
     # any error.
-    if config.data.sequence_length > longest:
-        raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of "
-            f"{longest} tokens; use at most {longest}"
-        )
+    lengths = {"data": config.data.sequence_length}
+    for stage in config.stages:
+        if stage.sequence_length is not None:
+            lengths[f"stages.{stage.name}"] = stage.sequence_length
+    for section, length in lengths.items():
+        if length > longest:
+            raise ConfigError(
+                f"{section}.sequence_length: {length} is beyond the base's context of {longest} "
+                f"tokens; use at most {longest}"
+            )
     parallel = config.parallel
     ranks = imagined_ranks(
         parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
     )
     with torch.device("meta"):
+        # Whole first: it checks `trains` of all stages, and data.sequence_length.
         model = build_model(config, spec, ranks)
+        for stage_of_run in training_stages(config) if config.stages else ():
+            build_model(stage_of_run.config, spec, ranks)
     if config.gate is not None and model.plan is not None:
         model.plan.gate_layer(config.gate.layer)

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from pipeline.config.reading import Decay, Fraction, PositiveFloat, PositiveInt, Section
 
+DecayShape = Literal["linear", "cosine", "wsd"]
+
 
 class Schedule(Section):
     """Steps, batch and learning rate. A batch counts sequences."""
@@ -25,7 +27,7 @@ class Schedule(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw for everything, or muon for the matrices within layers and AdamW for all else, both at
     learning_rate (docs/methods.md)"""
-    decay: Literal["linear", "cosine", "wsd"] = "linear"
+    decay: DecayShape = "linear"
     """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06
     """share of the steps over which the learning rate rises to its peak"""

@@ -40,6 +40,7 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.methods.own_tokens import token_counts
 from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -84,13 +85,18 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
 
     decoder = loaded(model)
-    fit = fit_on(BaseStream(decoder, layer), text, config.gate)
+    base = decoder
+    if not decoder.keeps_base:
+        # Full fine-tuning: the base is a model of its own.
+        base = loaded(replace(model, untrained=True))
+    fit = fit_on(BaseStream(base, layer), text, config.gate)
     open_ids = NO_OPEN_IDS
     if config.gate.open_ids is not None:
         open_ids = _open_ids(config, config.gate.open_ids, model, fit.old_ids)
     gate = replace(fit.gate, open_ids=open_ids.ids)
     is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
-    texts, difference = measure(decoder, gate, heldout, config)
+    is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
+    texts, difference = measure(decoder, base, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -104,7 +110,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         open_ids_of_old=open_ids.of_old,
         auc=area_under_roc(fit.new, fit.negatives),
         closed_fraction_of_new=float((~is_new_open).double().mean()),
-        open_fraction_of_negatives=float((fit.negatives > gate.threshold).double().mean()),
+        open_fraction_of_negatives=float(is_negative_open.double().mean()),
         left_out_of_own_text=fit.left_out,
         heldout=texts,
         closed_max_abs_logit_difference=difference,
@@ -238,6 +244,7 @@ class Fit(NamedTuple):
         left_out: the share of the self-generated text that counts as neither, because it is of the
             new text's kind.
         new_ids: [P], the ids of those tokens of new text.
+        negative_ids: [M], the ids of those tokens of other text.
         old_ids: [Q], the ids of all tokens of other text that were read; of what the base wrote,
             without tokens that look new.
     """
@@ -247,6 +254,7 @@ class Fit(NamedTuple):
     negatives: Tensor
     left_out: float
     new_ids: Tensor
+    negative_ids: Tensor
     old_ids: Tensor
 
 
@@ -295,6 +303,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
         negatives=negatives,
         left_out=left_out,
         new_ids=unused.tokens[unused.present & unused.is_new],
+        negative_ids=unused.tokens[unused.present & ~unused.is_new],
         old_ids=torch.cat([fit.old_ids(is_open), unused.old_ids(scores > 0)]),
     )
 
@@ -328,7 +337,9 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
         ConfigError: the base has fewer layers than gate.layer.
     """
     plan = model.plan
-    assert plan is not None, "RunConfig allows a gate with methods scale and lora alone"
+    if plan is None:
+        # Full fine-tuning: the base runs beside the trained model, exact in every layer.
+        return checked_gate_layer(settings.layer, GATE_LAYER, model.spec.num_layers)
     layer = plan.gate_layer(settings.layer)
     if layer > plan.last_exact_layer:
         _logger.info(

@@ -95,7 +95,7 @@ class GateRecord(BaseModel):
     open_ids_of_new: float = 0.0
     """their share of the tokens of the corpora of role new"""
     open_ids_of_old: float = 0.0
-    """an estimate of their share of old text that was not read, in which some occur after all"""
+    """their share of the tokens of the old text that was read"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and
     another that the score orders correctly"""

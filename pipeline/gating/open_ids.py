@@ -1,4 +1,4 @@
-"""Which ids a gate opens whatever their score: those that new text has and old text never has."""
+"""Which ids a gate opens whatever their score: those that new text has and old text does not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ UNSEEN_COUNT = 3.0
 """What does not occur among N tokens has a share below UNSEEN_COUNT / N of such text, with a
 confidence of 95 %: (1 - 3 / N) ** N is e ** -3. (The rule of three: Hanley and Lippman-Hand 1983.)
 """
+RATIO = 100.0
+"""By how much an id's share of new text must be larger than its share of old text."""
 
 Counts = npt.NDArray[np.int64]
 """How often each id occurs: [V]."""
@@ -22,7 +24,7 @@ class OpenIds(NamedTuple):
     Attributes:
         ids: in ascending order.
         of_new: their share of the tokens of the new text.
-        of_old: an estimate of their share of old text that was not read.
+        of_old: their share of the tokens of the old text that was read.
     """
 
     ids: tuple[int, ...]
@@ -34,11 +36,13 @@ NO_OPEN_IDS = OpenIds((), 0.0, 0.0)
 
 
 def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozenset[int]) -> OpenIds:
-    """The ids that new text has often, and that old text never has.
+    """The ids that new text has often, and old text hardly ever.
 
-    Often means at least `min_count` times, and with a larger share of the new text than ids may
-    have in old text without occurring in what was read of it: so no id opens only because little
-    old text was read, or very much new text.
+    An id opens if it occurs at least `min_count` times in the new text, if its share of the new
+    text is above the share that one may have in old text without occurring in what was read of it,
+    and above RATIO times the share that it has in that. So no id opens only because little old text
+    was read, or very much new text; and a word of the new language that the base once wrote in
+    other text does not keep its id closed.
 
     Args:
         new: the counts of the new text.
@@ -48,13 +52,11 @@ def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozense
     """
     read_of_new = max(1, int(new.sum()))
     read_of_old = max(1, int(old.sum()))
-    is_candidate = (new >= min_count) & (new / read_of_new > UNSEEN_COUNT / read_of_old)
-    is_candidate[[token for token in never if token < len(new)]] = False
-    is_open = is_candidate & (old == 0)
-    # Good and Turing's estimate: what never occurred has the share of what occurred once.
-    once = int((is_candidate & (old == 1)).sum())
+    least_share = np.maximum(UNSEEN_COUNT, RATIO * old) / read_of_old
+    is_open = (new >= min_count) & (new / read_of_new > least_share)
+    is_open[[token for token in never if token < len(new)]] = False
     return OpenIds(
         ids=tuple(np.flatnonzero(is_open).tolist()),
         of_new=int(new[is_open].sum()) / read_of_new,
-        of_old=once / read_of_old,
+        of_old=int(old[is_open].sum()) / read_of_old,
     )

@@ -64,7 +64,6 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 16),
     (r"index(er)?_head_dim", 32),
-    (r"indexer_budget", 8),
     (r"indexer_compress_ratio", 4),
     (r"index_n_heads", 4),
     (r"q_lora_rank|o_lora_rank", 48),
@@ -76,8 +75,10 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     # Shorter than the texts of the probes, so that these reach beyond a window.
     (r"sliding_window(_size)?|window_size|attention_chunk_size|attention_window_size", 8),
     (r"local_attention|keep_window_size", 8),
-    (r"index_topk|index_topk_blocks", 8),
-    (r"index_block_size", 4),
+    # Sparse attention chooses more tokens than the probes' documents have, so that no rounding
+    # changes the choice, and fewer than a row of them, so that a choice across documents shows.
+    (r"index_topk|indexer_budget", 16),
+    (r"index_topk_blocks|index_block_size", 4),
     # Mixtures of experts.
     (r"(n_routed|num_local|num|moe_num)_experts?", 8),
     # LongCat's experts that give their input: the probes take them for a residual connection.
@@ -217,14 +218,18 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
     key_heads = values.get("linear_num_key_heads")
     if key_heads is not None and key_heads == values.get("linear_num_value_heads"):
         cut["linear_num_key_heads"] = cut["linear_num_value_heads"]
+    width = cut.get("hidden_size")
     if "state_size" in values and "num_heads" in values:  # Mamba 2: its heads are a state space's
-        cut["num_heads"] = 2 * HIDDEN_SIZE // HEAD_DIM
+        cut["num_heads"] = cut["expand"] * width // cut["head_dim"]
     if "mamba_n_heads" in cut and "mamba_d_head" in cut:
-        width = cut.get("mamba_d_ssm") or cut["mamba_expand"] * HIDDEN_SIZE
-        cut["mamba_d_head"] = width // cut["mamba_n_heads"]
-    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0):  # Zamba
-        cut["attention_hidden_size"] = 2 * HIDDEN_SIZE
-        cut["attention_head_dim"] = cut["attention_hidden_size"] // HEADS
+        inner_width = cut.get("mamba_d_ssm") or cut["mamba_expand"] * width
+        cut["mamba_d_head"] = inner_width // cut["mamba_n_heads"]
+    if width and values.get("attention_hidden_size") == 2 * values["hidden_size"]:  # Zamba
+        cut["attention_hidden_size"] = 2 * width
+        cut["attention_head_dim"] = cut["attention_hidden_size"] // cut["num_attention_heads"]
+    for name, value in values.items():
+        if "vocab" in name and value == values.get("vocab_size"):
+            cut[name] = VOCAB_SIZE  # whatever the real one is: the probes' tokens need it
     rotary = values.get("qk_rope_head_dim")
     if rotary is not None:
         if values.get("head_dim") == rotary:
@@ -235,29 +240,29 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
 
 
 def _cut_rotary(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
-    """Shortens lists with one number for each pair of channels of a head."""
-    head_dim = values.get("head_dim")
-    if not head_dim and values.get("hidden_size") and values.get("num_attention_heads"):
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
+    """Shortens lists with one number for each pair of channels that is rotated."""
+    head_dim = cut.get("head_dim")
+    if not head_dim and cut.get("hidden_size") and cut.get("num_attention_heads"):
+        head_dim = cut["hidden_size"] // cut["num_attention_heads"]
     if not head_dim:
         return
-    small = cut.get("head_dim") or HEAD_DIM
+    part = values.get("partial_rotary_factor") or 1.0
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(name), Mapping):
-            cut[name] = _cut_frequencies(values[name], small / head_dim)
+            cut[name] = _cut_frequencies(values[name], head_dim, part)
 
 
-def _cut_frequencies(rotary: Mapping[str, Any], ratio: float) -> dict[str, Any]:
-    """The parameters of a rotary embedding for heads that are smaller by `ratio`."""
+def _cut_frequencies(rotary: Mapping[str, Any], head_dim: int, part: float) -> dict[str, Any]:
+    """The parameters of a rotary embedding that rotates a `part` of each head, for small heads."""
+    pairs = int(head_dim * rotary.get("partial_rotary_factor", part)) // 2
     cut: dict[str, Any] = {}
     for name, value in rotary.items():
         if isinstance(value, Mapping):  # parameters of one type of layer
-            cut[name] = _cut_frequencies(value, ratio)
+            cut[name] = _cut_frequencies(value, head_dim, part)
         elif name in {"short_factor", "long_factor"}:
-            cut[name] = value[: round(len(value) * ratio)]
+            cut[name] = value[:pairs]
         elif name == "mrope_section":
-            pairs = round(sum(value) * ratio)
-            sections = [int(section * ratio) for section in value]
+            sections = [section * pairs // sum(value) for section in value]
             sections[0] += pairs - sum(sections)
             cut[name] = sections
         else:

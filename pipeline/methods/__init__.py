@@ -16,11 +16,13 @@ from pipeline.methods.baselines import (
     LoraMethod,
 )
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.parameter_groups import matching
 from pipeline.methods.scale import Scale
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
+from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
 
@@ -64,9 +66,9 @@ def build_model(
 ) -> CausalDecoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
-    `requires_grad` is set where parameters train. Where the run learns self-generated text by KL
-    and the base itself trains, the model has a frozen copy of the base. With `base_precision` the
-    base's linear maps are quantised.
+    `requires_grad` is set where parameters train, in any of the stages of `config`. Where the run
+    learns self-generated text by KL and the base itself trains, the model has a frozen copy of the
+    base. With `base_precision` the base's linear maps are quantised.
 
     Args:
         config: the run.
@@ -77,8 +79,8 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
-        ConfigError: `compile` with a mixture of experts, or a setting that a hosted base cannot
-            have.
+        ConfigError: `compile` with a mixture of experts, a stage's `trains` that matches nothing,
+            or a setting that a hosted base cannot have.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if isinstance(spec, HostedSpec):
@@ -97,7 +99,32 @@ def build_model(
         model.add_reference()
     if config.base_precision != "bf16":
         quantize_base(model, config.base_precision)
+    if config.stages:
+        rest_all_but_stages(model, config)
     return model
+
+
+def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
+    """Freezes what the method trains, but none of the stages of `config`.
+
+    Their names are then `model.resting`.
+
+    Raises:
+        ConfigError: a kind of block or a pattern in `trains` matches nothing.
+    """
+    trained = dict(named_trained_parameters(model))
+    kept: set[str] = set()
+    for stage in config.stages:
+        for key in stage.trains:
+            kept.update(matching(key, trained, setting=f"stages.{stage.name}.trains"))
+    if not config.trains:
+        return  # One of the stages trains everything.
+    resting: list[str] = []
+    for name, parameter in trained.items():
+        if name not in kept:
+            parameter.requires_grad_(False)
+            resting.append(name)
+    model.resting = tuple(resting)
 
 
 def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:

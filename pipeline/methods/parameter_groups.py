@@ -7,7 +7,7 @@ pattern of names, such as `layers.0.*`. Where several keys match a parameter, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -105,66 +105,111 @@ def factors_by_name(
     """
     found = dict.fromkeys(names, 1.0)
     for key, factor in factors.items():
-        matched = [name for name in found if _matches(key, name)]
-        if not matched:
-            trained_kinds = sorted({kind_of(name) for name in found})
-            raise ConfigError(
-                f"schedule.{setting}: {key!r} matches no parameter that trains"
-                f"{nearest(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
-                f"pattern of names such as {_example_pattern(found)!r}"
-            )
-        for name in matched:
+        for name in matching(key, found, setting=f"schedule.{setting}"):
             found[name] = factor
     return found
 
 
-def _matches(key: str, name: str) -> bool:
+def matching(key: str, names: Collection[str], *, setting: str) -> list[str]:
+    """The names of trained parameters that `key` matches, a kind of block or a pattern.
+
+    Raises:
+        ConfigError: it matches none of them; `setting` names the setting.
+    """
+    matched = [name for name in names if matches(key, name)]
+    if not matched:
+        trained_kinds = sorted({kind_of(name) for name in names})
+        raise ConfigError(
+            f"{setting}: {key!r} matches no parameter that trains"
+            f"{nearest(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
+            f"pattern of names such as {_example_pattern(names)!r}"
+        )
+    return matched
+
+
+def matches(key: str, name: str) -> bool:
+    """Whether `key`, a kind of block or a pattern of names, matches the parameter `name`."""
     if key in KINDS:
         return kind_of(name) == key
     # Not `fnmatch`, whose case depends on the operating system.
     return fnmatchcase(name, key)
 
 
-def _example_pattern(names: Iterable[str]) -> str:
+def _example_pattern(names: Collection[str]) -> str:
     """A pattern that matches some of the names."""
     first = next(iter(names), "layers.0.norm")
     return first.rsplit(".", 1)[0] + ".*"
 
 
+def stages_of(name: str, trains: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """The stages, counted from 0, in which a parameter that the method trains does train.
+
+    `trains` is the setting of that name of each stage; an empty one means everything.
+    """
+    numbers: list[int] = []
+    for number, keys in enumerate(trains):
+        if not keys or any(matches(key, name) for key in keys):
+            numbers.append(number)
+    return tuple(numbers)
+
+
 def parameter_groups(
-    trained: Mapping[str, nn.Parameter], schedule: Schedule, *, by_muon: Iterable[str] = ()
+    trained: Mapping[str, nn.Parameter],
+    schedule: Schedule,
+    *,
+    by_muon: Iterable[str] = (),
+    resting: Iterable[str] = (),
+    trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
     """The groups of the trained parameters, those of Muon first; within a group the model's order.
 
     Vectors (gains, biases) do not decay, whatever `weight_decay_factors` say. Shapes are the full
-    ones, because ZeRO-3's partitions are flat.
+    ones, because ZeRO-3's partitions are flat. AdamW counts the steps of a group as one, for the
+    correction of its moments' bias: parameters that have trained for other numbers of steps are in
+    groups of their own.
+
+    Args:
+        trained: the parameters that train, by name.
+        schedule: the factors of their rates and decays.
+        by_muon: the names of those that Muon updates.
+        resting: the names of those that the method trains, and this stage does not. A factor may
+            name them too.
+        trained_before: the setting `trains` of each earlier stage.
 
     Raises:
         ConfigError: a key of `learning_rate_factors` or `weight_decay_factors` matches nothing.
     """
-    rates = factors_by_name(
-        trained, schedule.learning_rate_factors, setting="learning_rate_factors"
-    )
-    decays = factors_by_name(trained, schedule.weight_decay_factors, setting="weight_decay_factors")
+    names = [*trained, *resting]
+    rates = factors_by_name(names, schedule.learning_rate_factors, setting="learning_rate_factors")
+    decays = factors_by_name(names, schedule.weight_decay_factors, setting="weight_decay_factors")
     muon_names = set(by_muon)
-    members: dict[tuple[bool, float, float], list[str]] = {}
+    members: dict[tuple[bool, float, float, tuple[int, ...]], list[str]] = {}
     for name, parameter in trained.items():
         # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
         is_vector = len(full_shape_of(parameter)) <= 1
         decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
-        members.setdefault((name in muon_names, rates[name], decay), []).append(name)
+        before = stages_of(name, trained_before)
+        members.setdefault((name in muon_names, rates[name], decay, before), []).append(name)
     groups = [
         ParameterGroup(tuple(names), rate, decay, is_muon)
-        for (is_muon, rate, decay), names in members.items()
+        for (is_muon, rate, decay, _), names in members.items()
     ]
     # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
     # follows from names alone. `sorted` is stable.
     return sorted(groups, key=lambda group: not group.by_muon)
 
 
-def trained_groups(model: nn.Module, schedule: Schedule) -> list[ParameterGroup]:
+def trained_groups(
+    model: nn.Module,
+    schedule: Schedule,
+    *,
+    resting: Iterable[str] = (),
+    trained_before: Sequence[Sequence[str]] = (),
+) -> list[ParameterGroup]:
     """The groups of the parameters of `model` that train: matrices within layers by Muon, if the
     schedule says so, and everything else by AdamW.
+
+    For `resting` and `trained_before` see `parameter_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -173,7 +218,9 @@ def trained_groups(model: nn.Module, schedule: Schedule) -> list[ParameterGroup]
     by_muon: list[str] = []
     if schedule.optimizer == "muon":
         by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
-    return parameter_groups(trained, schedule, by_muon=by_muon)
+    return parameter_groups(
+        trained, schedule, by_muon=by_muon, resting=resting, trained_before=trained_before
+    )
 
 
 def group_rows(model: nn.Module, schedule: Schedule) -> list[GroupRow]:
@@ -203,7 +250,7 @@ def _deciding_key(name: str, keys: Sequence[str]) -> str:
     """The last of the keys that matches the parameter, or its kind."""
     deciding = kind_of(name)
     for key in keys:
-        if _matches(key, name):
+        if matches(key, name):
             deciding = key
     return deciding
 

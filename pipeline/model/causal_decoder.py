@@ -44,6 +44,7 @@ class CausalDecoder(nn.Module, ABC):
         gate: decides per token, on the exact base stream, whether the model may differ from its
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
+        resting: the names of parameters that the method trains, and none of this run's stages do.
         output: the output projection, which computes logits and losses from hidden states.
     """
 
@@ -55,6 +56,7 @@ class CausalDecoder(nn.Module, ABC):
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.kept_results: KeptResults = "nothing"
         self.gate: TokenGate | None = None
+        self.resting: tuple[str, ...] = ()
         self.output: OutputProjection
 
     @property

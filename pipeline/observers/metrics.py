@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import orjson
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline import log
+from pipeline.config.stage_plan import TrainingStage
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.training.observer import Observer, StepEvent
 
@@ -42,8 +43,10 @@ class MetricsFiles(Observer):
     On a full disk the lines of metrics.jsonl wait in memory, and TensorBoard lacks the steps.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, stages: Sequence[TrainingStage] = ()) -> None:
+        """`stages` are those of a run that trains in stages."""
         self.folder = folder
+        self._stages = {stage.first_step + 1: stage for stage in stages if stage.name}
         self._waiting: list[tuple[int, bytes]] = []
         self._failing = False
         self._board: SummaryWriter | None = None
@@ -114,6 +117,12 @@ class MetricsFiles(Observer):
             self._board = SummaryWriter(str(board_folder(self.folder)), purge_step=self._purge_step)
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
+        for name, text in event.texts.items():
+            self._board.add_text(name, text, event.step)
+        stage = self._stages.get(event.step)
+        if stage is not None:
+            text = f"stage {stage.number + 1} of {len(self._stages)}: {stage}"
+            self._board.add_text("stage", text, event.step)
         self._board.flush()
         self._purge_step = None
 

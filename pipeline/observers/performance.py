@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,21 +27,31 @@ class PerformanceMetrics(Observer):
     """Adds speed, time and memory to the figures of every step."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self.device = trainer.device
         self.phases = trainer.phases
-        self.mfu_per_token_rate: float | None = None
-        if trainer.rank == 0:  # rank 0's figures are those that are written
-            inputs = trainer.inputs
-            peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, trainer.device)
-            self.mfu_per_token_rate = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
+        self._mfu_per_token_rate = cache(self._count_of_stage)
+        # At the start, where the counting of the first stage belongs, and not at a step.
+        self._mfu_per_token_rate(trainer.stage.number)
+
+    def _count_of_stage(self, number: int) -> float | None:
+        """The MFU of a token per second in a stage of the run."""
+        trainer = self.trainer
+        if trainer.rank != 0:  # rank 0's figures are those that are written
+            return None
+        inputs = trainer.inputs
+        config = trainer.stages[number].config
+        peak = peak_flops(config, inputs.deepspeed_config.dtype, trainer.device)
+        return mfu_per_token_rate(config, inputs.base.spec, peak)
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
             # Of training alone: validations and saves are not in the seconds of a step.
             rate = event.tokens / event.seconds / dist.get_world_size()
             event.figures["tokens_per_second_per_gpu"] = rate
-            if self.mfu_per_token_rate is not None:
-                event.figures["mfu"] = rate * self.mfu_per_token_rate
+            of_token = self._mfu_per_token_rate(self.trainer.stage.number)
+            if of_token is not None:
+                event.figures["mfu"] = rate * of_token
         # Since the previous step. The GPU has finished its work, because the loss was read.
         for phase, seconds in self.phases.seconds().items():
             event.figures[f"seconds/{phase}"] = seconds

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.config.sources import RUN_FILE
+from pipeline.config.stage_plan import training_stages
 from pipeline.errors import (
     FINISHED,
     FOLDER_TAKEN,
@@ -73,13 +74,44 @@ class _StageRecord(BaseModel):
     checkpoint_step: int
 
 
+class StageOfTraining(BaseModel):
+    """A stage of a run that trains in stages: it ends when `end_step` steps of the run are done."""
+
+    name: str
+    end_step: int
+    tokens_per_step: int
+
+
 class Training(BaseModel):
-    """What an attempt trains, from `step` on."""
+    """What an attempt trains, from `step` on.
+
+    Attributes:
+        tokens_per_step: of the first stage, where the run has several.
+        stages: empty for a run without stages, and in a record of an earlier version.
+    """
 
     world_size: int
     step: int
     steps: int
     tokens_per_step: int
+    stages: tuple[StageOfTraining, ...] = ()
+
+    def tokens_after(self, step: int) -> int:
+        """How many tokens the first `step` steps have."""
+        tokens = 0
+        done = 0
+        for stage in self.stages:
+            steps = max(0, min(step, stage.end_step) - done)
+            tokens += steps * stage.tokens_per_step
+            done += steps
+        return tokens + (step - done) * self.tokens_per_step
+
+    def stage_at(self, step: int) -> str | None:
+        """The number and the name of the stage that does the step `step`, counted from 1."""
+        for number, stage in enumerate(self.stages, start=1):
+            if step <= stage.end_step:
+                return f"{number} of {len(self.stages)}, {stage.name}"
+        return None
 
 
 class StageStart(_StageRecord):
@@ -170,11 +202,20 @@ def record_training(config: RunConfig, world_size: int, step: int) -> None:
     except OSError as error:
         # A full disk must not end the work.
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
+    plan = training_stages(config)
+    stages: list[StageOfTraining] = []
+    for stage in plan if config.stages else ():
+        stages.append(
+            StageOfTraining(
+                name=stage.name, end_step=stage.end_step, tokens_per_step=stage.tokens_per_step
+            )
+        )
     training = Training(
         world_size=world_size,
         step=step,
         steps=config.schedule.steps,
-        tokens_per_step=config.schedule.global_batch_size * config.data.sequence_length,
+        tokens_per_step=plan[0].tokens_per_step,
+        stages=tuple(stages),
     )
     record_start(config.folder, "train", training)
 

@@ -34,6 +34,7 @@ class RunStatus:
 
     Attributes:
         why: the reason for the state, for messages.
+        stage: the number and the name of the stage of its next step, where it trains in stages.
         tokens_per_second: the speed of the last recorded steps, over all GPUs.
         restarts: how many attempts trained, after the first.
         seconds_left: at that speed; for a run that does not train now, from its newest checkpoint.
@@ -44,6 +45,7 @@ class RunStatus:
     why: str
     step: int
     steps: int | None
+    stage: str | None
     tokens_seen: int | None
     loss: float | None
     tokens_per_second: float | None
@@ -100,12 +102,14 @@ def read_status(folder: Path) -> RunStatus:
         checkpoint_age_s = round(age_s(path), 1)
 
     steps: int | None = None
+    stage: str | None = None
     tokens_seen: int | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     if training is not None:
         steps = training.steps
-        tokens_seen = step * training.tokens_per_step
+        stage = training.stage_at(min(step + 1, training.steps))
+        tokens_seen = training.tokens_after(step)
         # A median: steps with a validation or a slow read beside them do not change it.
         speed = median(speeds) * training.world_size if speeds else 0.0
         if speed > 0:
@@ -114,14 +118,18 @@ def read_status(folder: Path) -> RunStatus:
             # Steps after the newest checkpoint are computed again at a resume.
             resumes_at = step if trains_now else saved
             if not is_trained(folder) and state in ("running", "waiting", "stopped"):
-                tokens_left = (training.steps - resumes_at) * training.tokens_per_step
+                of_run = training.tokens_after(training.steps)
+                tokens_left = of_run - training.tokens_after(resumes_at)
                 seconds_left = round(tokens_left / speed, 1)
+    if state == "done" and steps is not None and step < steps:
+        why = "stopped early: the new text gained no more (validation.stop_after)"
     return RunStatus(
         folder=str(folder),
         state=state,
         why=why,
         step=step,
         steps=steps,
+        stage=stage,
         tokens_seen=tokens_seen,
         loss=last.get("loss"),
         tokens_per_second=tokens_per_second,
@@ -253,6 +261,8 @@ def as_text(status: RunStatus) -> str:
     if status.steps:
         share = status.step / status.steps
         facts["step"] = f"{status.step:,} of {status.steps:,} ({share:.1%})"
+    if status.stage is not None:
+        facts["stage"] = status.stage
     if status.tokens_seen is not None:
         facts["tokens"] = f"{status.tokens_seen:,}"
     if status.loss is not None:

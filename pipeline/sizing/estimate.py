@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
@@ -19,6 +20,7 @@ from torch import nn
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.deepspeed_config import (
     DeepSpeedConfig,
     accumulation_steps,
@@ -39,10 +41,22 @@ from pipeline.model.merged_model import describe_serving, merged_unsupported_rea
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.scale.plan import plan_expansion
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.flops import FlopsPerToken, ServedFlops, count_flops, count_served_flops
-from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
+from pipeline.sizing.flops import (
+    FlopsPerToken,
+    ServedFlops,
+    count_difference_flops,
+    count_flops,
+    count_served_flops,
+)
+from pipeline.sizing.memory import (
+    Memory,
+    Parameters,
+    count_parameters,
+    estimate_memory,
+    training_state_bytes,
+)
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
@@ -129,16 +143,26 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates one run on one cluster. What several layouts share is measured once."""
+    """Estimates one run on one cluster. What several layouts share is measured once.
+
+    Of a run that trains in stages it estimates one, `stage`; see `estimator_of`.
+    """
 
     def __init__(
-        self, config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
+        self,
+        config: RunConfig,
+        spec: DecoderSpec,
+        deepspeed: DeepSpeedConfig,
+        cluster: Cluster,
+        stage: TrainingStage | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
         self.deepspeed = deepspeed
         self.cluster = cluster
-        self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        self.stage = stage or training_stages(config)[0]
+        self.stages: Sequence[Estimator] = [self]
+        self.tokens_per_step = self.stage.tokens_per_step
         is_recomputed = config.activation_checkpointing != "none"
         self.own_choice = Choice(
             deepspeed.zero_stage,
@@ -172,10 +196,9 @@ class Estimator:
     ) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
         with torch.device("meta"):
-            model = build_model(
-                self.config, self.spec, SINGLE, activation_checkpointing, kept_results
-            )
-        return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
+            config = self.stage.config
+            model = build_model(config, self.spec, SINGLE, activation_checkpointing, kept_results)
+        return count_flops(model, config.data.sequence_length, config.data.kl_fraction)
 
     def served_flops(self) -> ServedFlops | None:
         """FLOPs of a token that the finished model reads; None for a run without a gate."""
@@ -184,9 +207,12 @@ class Estimator:
             return None
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, "none")
-        assert model.plan is not None, "RunConfig allows a gate with methods scale and lora alone"
-        layer = model.plan.gate_layer(gate.layer)
-        return count_served_flops(model, self.config.data.sequence_length, layer)
+        length = self.config.data.sequence_length
+        if model.plan is None:
+            # Full fine-tuning: a second model, and the base's layers below the gate beside it.
+            layer = checked_gate_layer(gate.layer, GATE_LAYER, self.spec.num_layers)
+            return count_difference_flops(model, length, layer)
+        return count_served_flops(model, length, model.plan.gate_layer(gate.layer))
 
     def estimate(self, choice: Choice) -> Estimate:
         """The cost of the run on the layout `choice`.
@@ -196,7 +222,10 @@ class Estimator:
         """
         cluster = self.cluster
         layout = Layout(cluster.gpus, choice.tp_size)
-        micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
+        for estimator in self.stages:
+            # A layout must divide the batches of all stages.
+            accumulation_steps(estimator.stage.config.schedule, layout.dp_size)
+        micro_batches = accumulation_steps(self.stage.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
         memory, host_bytes = self.memory(choice)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
@@ -290,9 +319,45 @@ class Estimator:
     def _measure(
         self, tp_size: int, checkpointing: ActivationCheckpointing, kept_results: KeptResults
     ) -> MicroBatchCosts:
+        config = self.stage.config
         return measure_micro_batch(
-            self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype, kept_results
+            config, self.spec, tp_size, checkpointing, self.deepspeed.dtype, kept_results
         )
+
+    def run_seconds(self, choice: Choice) -> float:
+        """How long the steps of the whole run take on the layout `choice`, without anything else.
+
+        Raises:
+            UserError: as `estimate`.
+        """
+        seconds = 0.0
+        for estimator in self.stages:
+            seconds += estimator.stage.steps * estimator.estimate(choice).step_s
+        return seconds
+
+
+def estimator_of(
+    config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
+) -> Estimator:
+    """The estimator of a run; in a run of several stages, of that which takes the most memory.
+
+    Its `stages` are the estimators of all stages.
+    """
+    stages: list[Estimator] = []
+    for stage in training_stages(config):
+        stages.append(Estimator(config, spec, deepspeed, cluster, stage))
+    largest = stages[0]
+    if len(stages) > 1:
+        # A layout that is impossible is so in every stage, and is reported where it is estimated.
+        with suppress(UserError):
+            largest = max(stages, key=_bytes_of_own_choice)
+    largest.stages = stages
+    return largest
+
+
+def _bytes_of_own_choice(estimator: Estimator) -> int:
+    memory, _ = estimator.memory(estimator.own_choice)
+    return memory.total
 
 
 def _step_seconds(
@@ -339,7 +404,7 @@ def open_estimator(
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
     spec = read_spec(source, config.base_code)
     check_native(spec, "the estimate of memory and time")
-    return Estimator(config, extended_spec(config, spec), deepspeed, cluster)
+    return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
@@ -459,9 +524,10 @@ def report_values(
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
-        "flops_per_token": estimator.flops_per_token("none").total,
+        "flops_per_token": estimator.flops_per_token("none", "nothing").total,
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
+        "stage": estimator.stage.name or None,
         "cluster": asdict(cluster),
         "usable_bytes": round(cluster.usable_bytes),
         "layouts": [layout_values(estimate, estimator) for estimate in estimates],
@@ -490,7 +556,7 @@ def layout_values(estimate: Estimate, estimator: Estimator) -> dict[str, Any]:
         "compute_s": estimate.compute_s,
         "step_s": step_s,
         "tokens_per_second_per_gpu": estimator.tokens_per_step / step_s / cluster.gpus,
-        "hours": estimator.config.schedule.steps * step_s / 3600,
+        "hours": estimator.run_seconds(estimate.choice) / 3600,
     }
 
 
@@ -514,6 +580,7 @@ def _model_section(estimator: Estimator) -> str:
     flops = estimator.flops_per_token("none", "nothing")
     lines = [
         ("parameters", str(estimator.parameters)),
+        ("state", _training_state(estimator)),
         (
             "FLOPs",
             f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
@@ -521,7 +588,7 @@ def _model_section(estimator: Estimator) -> str:
         ),
         (
             "batch",
-            f"{estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps",
+            f"{estimator.tokens_per_step:,} tokens a step, {estimator.stage.steps:,} steps",
         ),
         (
             "cluster",
@@ -530,6 +597,9 @@ def _model_section(estimator: Estimator) -> str:
             f"at MFU {cluster.mfu:.2f}",
         ),
     ]
+    if len(estimator.stages) > 1:
+        stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
+        lines.insert(2, ("stage", f"{stages}; all but hours is of this one"))
     served = estimator.served_flops()
     if served is not None:
         lines.append(
@@ -548,6 +618,17 @@ def _model_section(estimator: Estimator) -> str:
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
+
+
+def _training_state(estimator: Estimator) -> str:
+    """What training holds of each trained parameter, which is the price of a method."""
+    parameters = estimator.parameters
+    size = training_state_bytes(parameters, estimator.deepspeed.dtype)
+    each = size / max(1, parameters.trained)
+    return (
+        f"{size / GIB:.2f} GiB over all ranks, {each:.1f} bytes a trained parameter: weight, "
+        "gradient, fp32 copy and moments"
+    )
 
 
 _LAYOUT_COLUMNS = (
@@ -643,7 +724,7 @@ def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
             f"TIGHT, less than {MEMORY_ERROR:.0%} of {_usable_gib(cluster)} usable GiB are left: "
         )
     tokens_per_second_per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    hours = estimator.config.schedule.steps * step_s / 3600
+    hours = estimator.run_seconds(estimate.choice) / 3600
     on_host = ""
     if estimate.host_bytes:
         on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"

@@ -94,11 +94,15 @@ class TrainingBatches:
         layout: Layout,
         rank: int,
         device: torch.device,
+        first_sample: int = 0,
     ) -> None:
+        """`first_sample` is the global index of the first sample of step 0."""
         self.samples = samples
+        self.first_sample = first_sample
         self.schedule = config.schedule
         self.document_mask = config.data.document_mask
         self.kl_roles = config.data.kl_roles
+        # With a passage, both stages train by KL or none does.
         self.uses_kl = config.data.kl_fraction > 0
         self.dp_rank = layout.dp_rank(rank)
         self.dp_size = layout.dp_size
@@ -159,7 +163,7 @@ class TrainingBatches:
 
     def _plan_of(self, step: int) -> StepPlan:
         """Which samples a step reads, in their order unless some of them train by KL."""
-        first = step * self.schedule.global_batch_size
+        first = self.first_sample + step * self.schedule.global_batch_size
         if self.uses_kl:
             return self._plan_with_kl(first)
         samples = rank_indices(

@@ -31,6 +31,7 @@ from pipeline.checkpoint.manifest import (
     RunRecord,
 )
 from pipeline.checkpoint.rank_files import (
+    Index,
     RankState,
     rank_file,
     read_index,
@@ -55,6 +56,11 @@ from pipeline.run_folder.checkpoint_names import (
 from pipeline.training.engine import Engine
 from pipeline.training.launch import COLLECTIVE_TIMEOUT
 
+EngineAfter = Callable[[int, Index], Engine]
+"""Gives the engine that trains the step after so many steps, to be restored from a checkpoint.
+
+Every rank must call it.
+"""
 _logger = log.get_logger(__name__)
 
 
@@ -93,15 +99,15 @@ class CheckpointManager:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._wait_for_save: Callable[[], None] | None = None
 
-    def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
+    def save(self, engine: Engine, position: Position, *, required: bool = False) -> Path:
         """Writes a checkpoint of `engine`; every rank must call it. Returns its folder.
 
         An asynchronous save is complete when `finish`, or the next `save`, returns. On a full or
-        failing disk the earlier checkpoints stay, and `failed_saves` counts. The `last` save is
-        waited for and must succeed.
+        failing disk the earlier checkpoints stay, and `failed_saves` counts. A `required` save, as
+        the run's last and the last of each stage are, is waited for and must succeed.
 
         Raises:
-            CheckpointStorageError: on rank 0, if the `last` save failed. The other ranks raise
+            CheckpointStorageError: on rank 0, if a `required` save failed. The other ranks raise
                 SystemExit.
         """
         self.finish()
@@ -117,7 +123,7 @@ class CheckpointManager:
             self._wait_for_save = in_background(partial(self._write, final, position, copied))
         else:
             self._write(final, position, state)
-        if last:
+        if required:
             self.finish()
             if self.failed_saves > failed_before:
                 raise_on_all_ranks(
@@ -138,12 +144,16 @@ class CheckpointManager:
         if wait is not None:
             wait()
 
-    def resume(self, engine: Engine, before: int | None = None) -> Position | None:
-        """Restores `engine` from the newest whole checkpoint, of any layout.
+    def resume(self, engine_after: EngineAfter, before: int | None = None) -> Position | None:
+        """Restores an engine from the newest whole checkpoint, of any layout.
 
         Every rank must call it. It tries the checkpoint that `latest` names, or with `before` the
         newest one of fewer than `before` steps. A damaged one is renamed, and the one before it is
         tried. Returns None if nothing was saved yet.
+
+        Args:
+            engine_after: gives the engine of the stage in which the run goes on.
+            before: see above.
 
         Raises:
             CheckpointError: a checkpoint belongs to another base or run, or all are damaged.
@@ -157,7 +167,7 @@ class CheckpointManager:
             own_damage = run_on_all_ranks(partial(self._examine, checkpoint, manifest))
             damages = [damage for damage in all_gathered(own_damage) if damage is not None]
             if not damages:
-                self._restore(engine, checkpoint, manifest)
+                self._restore(engine_after, checkpoint, manifest)
                 return manifest.position
             damaged = (checkpoint, damages[0])
 
@@ -295,7 +305,9 @@ class CheckpointManager:
             return str(damage)
         return None
 
-    def _restore(self, engine: Engine, checkpoint: Path, manifest: CheckpointManifest) -> None:
+    def _restore(
+        self, engine_after: EngineAfter, checkpoint: Path, manifest: CheckpointManifest
+    ) -> None:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
@@ -308,6 +320,7 @@ class CheckpointManager:
         # One rank lists the headers of all files; at a thousand ranks, a million small reads
         # otherwise.
         index = broadcast_from_rank0(partial(read_index, checkpoint))
+        engine = engine_after(manifest.position.step, index)
 
         def read() -> dict[str, Tensor]:
             engine.restore(index)

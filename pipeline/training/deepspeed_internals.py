@@ -155,6 +155,25 @@ def gather_whole(modules: Iterable[nn.Module]) -> None:
         deepspeed.utils.set_z3_leaf_module(module, True)
 
 
+def destroy(engine: Any, model: nn.Module) -> None:
+    """Ends an engine and frees the memory of its model and optimizer; neither works afterwards.
+
+    Dropping the engine is not enough: under ZeRO-3 what DeepSpeed leaves behind still refers to the
+    modules and to the optimizer.
+    """
+    optimizer = engine.optimizer
+    engine.destroy()
+    parameter: Any  # with DeepSpeed's attributes
+    for parameter in model.parameters():
+        parameter.grad = None
+        for values in (parameter.data, getattr(parameter, "ds_tensor", None)):
+            if values is not None and values.untyped_storage().resizable():
+                values.untyped_storage().resize_(0)
+    optimizer.optimizer.state.clear()
+    # With the fp32 weights, gradients and buffers.
+    vars(optimizer).clear()
+
+
 # --- Weights and optimizer state: to a checkpoint, and from one of any layout ---
 #
 # Every rank saves and reads what its own optimizer holds. In the same layout the state is restored
@@ -164,22 +183,23 @@ def gather_whole(modules: Iterable[nn.Module]) -> None:
 @torch.no_grad()
 def optimizer_state(
     engine: Any, model: nn.Module
-) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:
-    """What this rank's optimizer holds: `first`, `values` and `adam_step` of a `RankState`.
+) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor]]:
+    """What this rank's optimizer holds: `first` and `values` of a `RankState`, and step counts.
 
-    The values are views. It is no collective.
+    The step counts are by parameter, as the values are. Values are views, counts are none. It is no
+    collective.
     """
     first: dict[str, int] = {}
     values: dict[str, Tensor] = {}
-    adam_step = torch.tensor(0.0)
+    adam_steps: dict[str, Tensor] = {}
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
         first[name] = shard.first
-        adam_step = slots["step"].clone()
+        adam_steps[name] = slots["step"].clone()
         values[f"{name}/fp32"] = shard.within(shard.flat)
         for moment in moments:
             values[f"{name}/{moment}"] = shard.within(slots[moment])
-    return first, values, adam_step
+    return first, values, adam_steps
 
 
 @torch.no_grad()
@@ -190,11 +210,16 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
     """
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
-        slots["step"] = reader.adam_step.clone().to(shard.flat.device)
+        adam_step = reader.adam_step(name)
+        slots["step"] = adam_step.to(shard.flat.device)
         span = (shard.first, shard.first + shard.length)
         weights = reader.read_span(name, "fp32", tp.rank, tp.size, span)
         shard.within(shard.flat).copy_(weights)
         for moment in moments:
+            if adam_step == 0:
+                # It begins to train here: the checkpoint may hold no moments of it.
+                shard.within(slots[moment]).zero_()
+                continue
             values = reader.read_span(name, moment, tp.rank, tp.size, span)
             shard.within(slots[moment]).copy_(values)
 

@@ -32,14 +32,20 @@ def remembered(
 
 
 def find_spike(
-    recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float
+    recent: Sequence[StepRecord],
+    stability: Stability,
+    gradient_clipping: float,
+    *,
+    first_step: int = 0,
 ) -> list[StepRecord]:
     """The last `spike_steps` steps, if each is a spike against the `window` steps before them.
 
     A step is a spike if its loss is `loss_increase` nats above their median, or its gradient norm
     is clipped and is `gradient_norm_factor` times their median. A single bad batch is no spike,
-    because the steps after it are as before. Returns an empty list if there is no spike.
+    because the steps after it are as before. Steps up to `first_step`, of earlier stages, do not
+    count: other data has another loss. Returns an empty list if there is no spike.
     """
+    recent = [record for record in recent if record.step > first_step]
     before = recent[: -stability.spike_steps]
     last = list(recent[-stability.spike_steps :])
     if len(before) < stability.window:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,16 +17,20 @@ from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
+from pipeline.methods.parameter_groups import stages_of
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.parallel.cross_entropy import greedy_choices_
+from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
 from pipeline.training.muon import make_optimizer
+from pipeline.training.resting import RestingParameter, initial_resting, restored_resting
 
 
 def build_model(
@@ -56,7 +61,7 @@ class Engine:
     Attributes:
         model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
         trainable_parameters, total_parameters: how many elements the whole model has, each counted
-            once.
+            once. Trainable are those that train in this stage of the run, or did in an earlier one.
         routed: whether the model chooses a path per token.
     """
 
@@ -66,16 +71,29 @@ class Engine:
         config: RunConfig,
         deepspeed_config: DeepSpeedConfig,
         groups: ProcessGroups,
+        *,
+        trained_before: Sequence[Sequence[str]] = (),
+        checkpoint: Index | None = None,
     ) -> None:
         """Wraps `model` in DeepSpeed's engine; every rank must call it.
 
         What is frozen must be the same on all data-parallel ranks: it is not broadcast.
+
+        Args:
+            model: the model, with its values before the first step.
+            config: the run, or one stage of it.
+            deepspeed_config: the run's.
+            groups: the process groups of the ranks.
+            trained_before: the setting `trains` of each earlier stage.
+            checkpoint: the one that `restore` is to load, where the run has stages.
 
         Raises:
             ConfigError: DeepSpeed refuses the settings of its file.
         """
         self.trainable_parameters = 0
         self.total_parameters = 0
+        # Counts of steps differ between parameters only where stages train some of them.
+        self._has_several_counts = bool(model.resting or trained_before)
         # From the full shapes: under tensor parallelism a rank has shards, and under ZeRO-3 `numel`
         # is 0.
         for name, parameter in model.named_parameters():
@@ -83,18 +101,22 @@ class Engine:
                 continue  # the frozen copy of the base, for KL, is no part of the model
             size = prod(full_shape_of(parameter))
             self.total_parameters += size
-            if parameter.requires_grad:
+            has_trained = name in model.resting and stages_of(name, trained_before)
+            if parameter.requires_grad or has_trained:
                 self.trainable_parameters += size
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
         self._tokens_per_micro_batch = (
             config.schedule.micro_batch_size * config.data.sequence_length
         )
+        self._resting = self._rest(model, groups, config, checkpoint)
         if config.compile:
             model.compile_layers()
         # Of trained parameters alone: DeepSpeed's optimizer state and fp32 copies then exist for
         # them only, and the base costs its 16-bit weights.
-        optimizer = make_optimizer(model, config.schedule)
+        optimizer = make_optimizer(
+            model, config.schedule, resting=model.resting, trained_before=trained_before
+        )
         deepspeed_internals.gather_whole(model.modules_gathered_whole())
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
@@ -115,6 +137,26 @@ class Engine:
         self.model: CausalDecoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_muon(self._engine, self.model, groups)
+
+    def _rest(
+        self,
+        model: CausalDecoder,
+        groups: ProcessGroups,
+        config: RunConfig,
+        checkpoint: Index | None,
+    ) -> dict[str, RestingParameter]:
+        """What rests in the model, by name; every rank must call it."""
+        if not model.resting:
+            return {}
+        if checkpoint is None:
+            return initial_resting(model, groups)
+        reader = CheckpointReader(checkpoint, model)
+        restored = partial(restored_resting, model, groups, config.schedule, reader)
+        return run_on_all_ranks(restored)
+
+    def close(self) -> None:
+        """Frees the model and the optimizer, before others are made; every rank must call it."""
+        deepspeed_internals.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
         return Losses(*self._engine(*batch))
@@ -179,6 +221,15 @@ class Engine:
                     chunks.append(output.logits(states.rows(rows))[:, : output.columns])
                 yield tuple(chunks)
 
+    @torch.no_grad()
+    def likeliest_tokens(self, hidden: HiddenStates) -> Tensor:
+        """The likeliest next token of each row of `hidden`: int64 [N]. Every rank must call it."""
+        output = self.model.output
+        # As in `logit_chunks`; the logits of a few rows are no larger than a chunk.
+        with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
+            columns = greedy_choices_(output.logits(hidden), **output.vocabulary.range)
+        return output.vocabulary.tokens_of(columns)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients, and the model in evaluation mode."""
@@ -190,11 +241,23 @@ class Engine:
             self.model.train()
 
     def state(self) -> RankState:
-        """What this rank's optimizer holds of the trained parameters, and the random states.
+        """What this rank holds of the parameters that train or rest, and the random states.
 
         The values are views.
         """
-        first, values, adam_step = deepspeed_internals.optimizer_state(self._engine, self.model)
+        first, values, counts = deepspeed_internals.optimizer_state(self._engine, self.model)
+        adam_step = torch.tensor(0.0)
+        for count in counts.values():
+            adam_step = count
+        adam_steps: dict[str, int] = {}
+        if self._has_several_counts:
+            adam_steps = {name: int(count) for name, count in counts.items()}
+        for name, parameter in self._resting.items():
+            first[name] = parameter.first
+            adam_steps[name] = parameter.adam_step
+            # The weights first, then the moments: a reader counts on this order.
+            for kind, value in parameter.values.items():
+                values[f"{name}/{kind}"] = value
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()
@@ -205,6 +268,7 @@ class Engine:
             values,
             adam_step,
             random_state,
+            adam_steps,
         )
 
     def restore(self, index: Index) -> None:

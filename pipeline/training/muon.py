@@ -9,7 +9,7 @@ orthogonalises the whole: the result is the same in every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,17 @@ is scalable for LLM training").
 """
 
 
-def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module,
+    schedule: Schedule,
+    *,
+    resting: Iterable[str] = (),
+    trained_before: Sequence[Sequence[str]] = (),
+) -> torch.optim.AdamW:
     """The optimizer of the trained parameters alone, in the groups of `schedule`.
 
     A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
+    For `resting` and `trained_before` see `parameter_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -56,7 +63,10 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     trained = dict(named_trained_parameters(model))
     groups: list[dict[str, Any]] = []
     has_muon = False
-    for group in trained_groups(model, schedule):
+    groups_of_stage = trained_groups(
+        model, schedule, resting=resting, trained_before=trained_before
+    )
+    for group in groups_of_stage:
         has_muon = has_muon or group.by_muon
         groups.append(
             {
@@ -78,6 +88,7 @@ def moments_of(
 
     Muon's momentum has the name of AdamW's first moment.
     """
+    # By class, not by setting: where a stage trains none of Muon's matrices, AdamW is all of it.
     if isinstance(optimizer, Muon) and is_layer_matrix(name, parameter):
         return ("exp_avg",)
     return ("exp_avg", "exp_avg_sq")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
 from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
+from pipeline.checkpoint.rank_files import Index
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
+from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
+from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
@@ -30,6 +34,7 @@ from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
+from pipeline.training.early_stop import cooled_rate
 from pipeline.training.engine import Engine, build_model
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
@@ -48,6 +53,8 @@ class Trainer:
     """A run that is about to start or to resume; every rank makes it and calls its methods.
 
     Attributes:
+        stages: the stages of the run, at least one.
+        stage: the stage of the next step, which `engine` and `batches` are made for.
         position: where the run stands.
         scores: the scores of the last validation.
         finished: whether the last step is done and saved.
@@ -68,23 +75,23 @@ class Trainer:
         self.device = device
         self.phases = phases
         self.rank = dist.get_rank()
-        self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
         # Before any group is made: a group keeps the timeout that it was made with.
         timeout = extend_collectives(config.watchdog)
-        groups = ProcessGroups(
+        self.groups = ProcessGroups(
             inputs.layout, timeout, sequence_parallel=config.parallel.sequence_parallel
         )
-        check_allocation(inputs, groups, device)
+        check_allocation(inputs, self.groups, device)
 
         torch.manual_seed(config.seed)
         hash_base(inputs)
-        model = load_model(inputs, groups, device)
+        self.stages = inputs.stages
+        self._prepare(self.stages[0])
         run = describe_run(
-            config, inputs.base, model, inputs.tokenizer_fingerprint, inputs.samples.contents
-        )
-        self.engine = Engine(model, config, inputs.deepspeed_config, groups)
-        self.batches = TrainingBatches(
-            inputs.samples.training, config, inputs.layout, self.rank, device
+            config,
+            inputs.base,
+            self.engine.model,
+            inputs.tokenizer_fingerprint,
+            inputs.samples.contents,
         )
         self.validator = Validator(inputs, self.rank, device)
         # Before the checkpoint is read, so that it also detects a base or an expansion that was
@@ -103,7 +110,7 @@ class Trainer:
             timeout,
             config.stability.rollback_steps,
         )
-        self.position = self.checkpoints.resume(self.engine) or Position()
+        self.position = self.checkpoints.resume(self._engine_after) or Position()
         if self.rank == 0:
             remove_unfinished(self.checkpoints.folder)
         self.scores: dict[str, HeldoutScore] = {}
@@ -122,34 +129,100 @@ class Trainer:
         self._validate_ends()
         # All ranks take the same branches: every decision follows from totals and scores that are
         # reduced over all ranks.
-        while self.position.step < config.schedule.steps:
+        while self.position.step < self.last_step:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
             check_skipped_steps(config, self.position)
             # From figures that are equal on all ranks, so that they all roll back, or none does.
             spike = find_spike(
-                self.position.recent, config.stability, config.schedule.gradient_clipping
+                self.position.recent,
+                config.stability,
+                config.schedule.gradient_clipping,
+                first_step=self.stage.first_step,
             )
             if spike:
                 self._roll_back(spike)
                 continue
 
-            is_last = event.step == config.schedule.steps
+            ends_stage = event.step == self.stage.end_step
+            is_due = event.step % config.validation.every_steps == 0
             limit_error: UserError | None = None
-            if is_last or event.step % config.validation.every_steps == 0:
+            if is_due or ends_stage or event.step == self.last_step:
                 limit_error = self._validate(event)
+            # After the validation, which may end the run early.
+            is_last = event.step == self.last_step
             self._report(event)
 
             is_leaving = is_last or stop_requested or limit_error is not None
-            if is_leaving or event.step % config.checkpoints.every_steps == 0:
+            is_required = ends_stage or is_leaving
+            if is_required or event.step % config.checkpoints.every_steps == 0:
                 # After the validation, whose observers may change the position that is saved.
                 with self.phases("checkpoint"):
-                    self.checkpoints.save(self.engine, self.position, last=is_leaving)
+                    self.checkpoints.save(self.engine, self.position, required=is_required)
             if limit_error is not None and not is_last:
                 raise_on_all_ranks(limit_error)
             if stop_requested and not is_last:
                 return
+            if ends_stage and not is_last:
+                self._begin_next_stage()
         self.finished = True
+
+    @property
+    def last_step(self) -> int:
+        """After how many steps the run ends, as far as is decided."""
+        return self.position.last_step(self.config)
+
+    def _prepare(self, stage: TrainingStage, checkpoint: Index | None = None) -> None:
+        """Makes the engine and the batches of a stage; every rank must call it.
+
+        The model has its values before the first step; what rests in this stage has those of the
+        `checkpoint`.
+        """
+        self.stage = stage
+        config = stage.config
+        inputs = self.inputs
+        model = load_model(inputs, config, self.groups, self.device)
+        self.engine = Engine(
+            model,
+            config,
+            inputs.deepspeed_config,
+            self.groups,
+            trained_before=stage.trained_before,
+            checkpoint=checkpoint,
+        )
+        samples, first = inputs.samples.training[stage.number]
+        self.batches = TrainingBatches(
+            samples, config, inputs.layout, self.rank, self.device, first_sample=first
+        )
+
+    def _engine_after(self, step: int, checkpoint: Index) -> Engine:
+        """The engine that trains the step after `step` steps; every rank must call it.
+
+        If that step is of another stage, the engine is made anew. A border, a resume and a rollback
+        all come here, so that they cannot differ.
+        """
+        stage = stage_after(self.stages, step)
+        if stage.number == self.stage.number:
+            return self.engine
+        if self.rank == 0:
+            message = "stage %d of %d: %s"
+            _logger.info(message, stage.number + 1, len(self.stages), stage)
+        # Freed first: two models, or two optimizers, may not fit.
+        self.batches.close()
+        self.engine.close()
+        del self.engine
+        gc.collect()  # DeepSpeed's objects refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._prepare(stage, checkpoint)
+        return self.engine
+
+    def _begin_next_stage(self) -> None:
+        """Goes on from the checkpoint at the end of a stage, as a run that resumes does."""
+        with self.phases("checkpoint"):
+            position = self.checkpoints.resume(self._engine_after)
+        assert position is not None, "the end of a stage was saved"
+        self.position = position
 
     def take_step(self, signals: StopSignals) -> tuple[StepEvent, bool]:
         """Takes the next step.
@@ -161,13 +234,17 @@ class Trainer:
         """
         before = self.position
         number = before.step + 1
-        event = StepEvent(number, self.tokens_per_step, seconds=None, figures={})
-        self.position = before.changed(step=number, tokens_seen=number * self.tokens_per_step)
+        event = StepEvent(number, self.stage.tokens_per_step, seconds=None, figures={})
+        if self.stage.name:
+            event.figures["stage"] = self.stage.number + 1
+        self.position = before.changed(step=number, tokens_seen=tokens_after(self.stages, number))
         if number in before.skipped_steps:
             self._record_skipped(event)
             return event, False
 
-        rate = learning_rate(before.step, self.config.schedule) * before.learning_rate_factor
+        stage = self.stage
+        rate = learning_rate(before.step - stage.first_step, stage.config.schedule)
+        rate = cooled_rate(rate, before, self.config) * before.learning_rate_factor
         started = time.perf_counter()
         stop_requested = False
         for attempt in range(ATTEMPTS):
@@ -195,7 +272,7 @@ class Trainer:
         It changes the weights if the gradient is finite.
         """
         sums = StepSums(self.device)
-        batches = self.batches.of_step(index)
+        batches = self.batches.of_step(index - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:
             with self.phases("data"):
@@ -251,6 +328,7 @@ class Trainer:
                 observer.on_validation(validation)
         self.position = validation.position
         event.figures.update(validation.figures)
+        event.texts.update(validation.texts)
         return validation.stop
 
     def _validate_ends(self) -> None:
@@ -258,7 +336,7 @@ class Trainer:
 
         Forgetting is measured from the scores before the first step.
         """
-        if 0 < self.position.step < self.config.schedule.steps:
+        if 0 < self.position.step < self.last_step:
             return
         with self.phases("validation"):
             self.scores = self.validator.validate(self.engine)
@@ -294,7 +372,7 @@ class Trainer:
         skipped = range(first - 1, last + 1)
         with self.phases("checkpoint"):
             self.checkpoints.finish()
-            earlier = self.checkpoints.resume(self.engine, before=skipped.start)
+            earlier = self.checkpoints.resume(self._engine_after, before=skipped.start)
             if earlier is None:
                 end_diverged(config, position, f"{found}, and no checkpoint lies before it")
             message = "%s; rolling back to step %d and skipping steps %d to %d"
@@ -342,10 +420,12 @@ def hash_base(inputs: RunInputs) -> None:
     base.set_known_hashes(hashes)
 
 
-def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> CausalDecoder:
-    """The model before its first step; each rank reads only what it will hold.
+def load_model(
+    inputs: RunInputs, config: RunConfig, groups: ProcessGroups, device: torch.device
+) -> CausalDecoder:
+    """The model before the run's first step; each rank reads only what it will hold.
 
-    Every rank must call it.
+    `config` is that of the run, or of one of its stages. Every rank must call it.
 
     Raises:
         UserError: on the lowest rank that cannot read what it needs. The other ranks raise
@@ -354,7 +434,7 @@ def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -
             its shard. The other ranks raise SystemExit.
     """
     started = time.perf_counter()
-    model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)
+    model = build_model(config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
     check_frozen_replicas(model, groups.get_data_parallel_group())
     _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)

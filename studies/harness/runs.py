@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.checks.inputs import check_fits
 from pipeline.config.data import Data
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import CHECKPOINTS, RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
@@ -120,7 +120,7 @@ class StudyRun:
     def training_stages(self) -> tuple[str, ...]:
         """The stages of slurm/cpt_korean.sh that train it."""
         stages = ["train"]
-        if isinstance(self.config.method, ScaleMethod):
+        if starts_from_expansion(self.config.method):
             stages.insert(0, "upscale")
         if self.config.gate is not None:
             stages.append("gate")

@@ -172,7 +172,7 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
         ({"method__norm": "base", "gate": {}}, "not merged: a gate decides for each token", True),
         (
             {"method": {"name": "lora", "rank": 2}},
-            "merged; not scale: method lora widens nothing",
+            "merged, peft; not scale: method lora widens nothing",
             False,
         ),
     ],

@@ -49,6 +49,7 @@ MODELS = [
     ("neox", "own lora"),
     ("gemma2", "own lora"),
     ("qwen3", "own lora from 1"),
+    ("llama tied", "lora"),
     ("glm4_moe", "own lora"),
     ("qwen2_moe", "own lora"),
 ]

@@ -115,7 +115,7 @@ def _read_checkpoint() -> str:
     for name in manifest.files:
         check_file(manifest, checkpoint, name)
     reader = open_trained(checkpoint, STORIES).reader
-    tensors = {"adam_step": reader.adam_step}
+    tensors = {"adam_step": reader.adam_step(reader.names[0])}
     for name in reader.names:
         for kind in KINDS:
             tensors[f"{name}/{kind}"] = reader.read(name, kind)

@@ -18,14 +18,13 @@ def counts(*of_ids: int) -> np.ndarray:
     return np.array(of_ids, dtype=np.int64)
 
 
-def test_open_are_ids_that_new_text_has_often_and_old_text_never():
-    new = counts(500, 20, 19, 300, 400, 0)
-    old = counts(500, 0, 0, 1, 0, 100_000)
+def test_open_are_ids_that_new_text_has_often_and_old_text_hardly_ever():
+    new = counts(5000, 20, 19, 300, 400, 0, 200)
+    old = counts(50_000, 0, 0, 1, 0, 100_000, 60)
     found = choose_open_ids(new, old, min_count=20, never=frozenset({4, 1000}))
-    assert found.ids == (1,)
-    assert found.of_new == 20 / 1239
-    # One id that new text has often occurs once in old text: what occurs never has as much of it.
-    assert found.of_old == 1 / 100_501
+    assert found.ids == (1, 3)
+    assert found.of_new == 320 / 5939
+    assert found.of_old == 1 / 150_061
 
 
 def test_little_old_text_and_much_new_text_open_no_id_by_chance():

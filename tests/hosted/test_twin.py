@@ -38,6 +38,14 @@ def test_the_relations_of_numbers_stay():
     assert state_space.num_heads * state_space.head_dim == inner
 
 
+def test_a_model_that_is_smaller_keeps_its_widths_and_gets_the_vocabulary_of_the_probes():
+    config = CONFIG_MAPPING["llama"](
+        vocab_size=97, hidden_size=32, num_attention_heads=4, num_hidden_layers=1
+    )
+    small = twin_config(config)
+    assert small.hidden_size == 32 and small.vocab_size == VOCAB_SIZE
+
+
 def test_rotary_lists_are_as_long_as_half_of_what_is_rotated():
     factors = [1.0] * 48
     rope = {

@@ -67,7 +67,7 @@ def test_the_stage_makes_what_the_run_then_reads(
         config.data.sequence_length,
         0,
     )
-    assert "own" in RunInputs(config, 1).samples.training.corpora
+    assert "own" in RunInputs(config, 1).samples.training[0].samples.corpora
     plan = make_plan(config, cluster)
     assert plan.faults == [] and len(plan.to_make) == 1
     assert f"{manifest.tokens:,} tokens" in dict(plan.rows)["corpus own"]

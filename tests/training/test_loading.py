@@ -92,7 +92,7 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     assert base.hashes == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    model = trainer.load_model(inputs, groups, torch.device("cpu"))
+    model = trainer.load_model(inputs, inputs.config, groups, torch.device("cpu"))
     peak = _status("VmHWM") - before
     parameters = list(model.parameters())
     held = sum(held_values(parameter).nbytes for parameter in parameters)

@@ -172,6 +172,66 @@ class Blend:
         return _rounded(exact)
 
 
+class PassingBlend:
+    """A blend whose proportions go along a line from those of `before` to those of `after`.
+
+    The share of `after` in the samples around index i is i / length; from `length` on all are of
+    `after`. So the first i samples hold i² / (2 · length) of it: sample i is of `after` where the
+    whole part of that number rises. Each blend gives its own samples in their order. Both must be
+    of the same corpora, in the same order.
+
+    Attributes:
+        total: the number of samples, or None for no end.
+    """
+
+    def __init__(self, before: Blend, after: Blend, length: int) -> None:
+        assert before.names == after.names
+        self.names = after.names
+        self.before = before
+        self.after = after
+        self.length = length
+        self.total = self._total()
+
+    def __getitem__(self, index: int) -> Draw:
+        """The draw at the global `index`.
+
+        Raises:
+            DataError: one of the blends ends before it.
+            IndexError: `index` is below 0.
+        """
+        of_after = self._drawn_from_after(index)
+        of_before = index - of_after
+        if self._drawn_from_after(index + 1) > of_after:
+            corpus, occurrence = self.after[of_after]
+            others = self.before.drawn_before(of_before)
+        else:
+            corpus, occurrence = self.before[of_before]
+            others = self.after.drawn_before(of_after)
+        return Draw(corpus, occurrence + others[corpus])
+
+    def drawn_before(self, index: int) -> dict[str, int]:
+        """How many of the draws before the global `index`, at most `total`, went to each corpus."""
+        of_after = self._drawn_from_after(index)
+        drawn = self.after.drawn_before(of_after)
+        for name, count in self.before.drawn_before(index - of_after).items():
+            drawn[name] += count
+        return drawn
+
+    def _drawn_from_after(self, index: int) -> int:
+        """How many of the first `index` samples are of the blend `after`."""
+        passing = min(index, self.length)
+        return passing * passing // (2 * self.length) + index - passing
+
+    def _total(self) -> int | None:
+        of_before = self.length - self._drawn_from_after(self.length)
+        if self.before.total is not None and self.before.total < of_before:
+            # It ends within the passage, at the latest after so many samples.
+            return self.before.total
+        if self.after.total is None:
+            return None
+        return self.after.total + of_before
+
+
 def _rounded(exact: Sequence[float]) -> list[int]:
     """Whole numbers near `exact` that sum to BLOCK, by largest remainders.
 

@@ -1,19 +1,31 @@
 """The samples of training and validation.
 
-The sample at a global index is a pure function of (seed, blend, index).
+The sample at a global index is a pure function of (seed, blend, index). In a run of several stages
+each has a blend and an index of its own, and goes on in each corpus where the one before it ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.config.data import Corpus, Data, Role
+from pipeline.config.stage_plan import TrainingStage
 from pipeline.data.corpus.token_corpus import TokenCorpus
-from pipeline.data.dataset.blend import Blend, Draw, Permutation, Share, mix, tempered
+from pipeline.data.dataset.blend import (
+    Blend,
+    Draw,
+    PassingBlend,
+    Permutation,
+    Share,
+    mix,
+    tempered,
+)
 from pipeline.data.dataset.packing import PackedCorpus, Sample
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.errors import DataError
 
 
 class SampleOrder:
@@ -25,11 +37,19 @@ class SampleOrder:
         blend: which corpus is drawn when.
         lengths: the number of samples in an epoch of each corpus.
         seed: the seed of the random orders.
+        drawn: how many samples of each corpus were drawn before; by default none.
     """
 
-    def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self,
+        blend: Blend | PassingBlend,
+        lengths: Mapping[str, int],
+        seed: int,
+        drawn: Mapping[str, int] | None = None,
+    ) -> None:
         self.blend = blend
         self._lengths = dict(lengths)
+        self._drawn = dict.fromkeys(lengths, 0) | dict(drawn or {})
         # A key for each corpus: two of the same length have different orders.
         self._keys = {name: mix(seed, *name.encode()) for name in lengths}
 
@@ -37,11 +57,23 @@ class SampleOrder:
         """The corpus, and the number of the sample in it, at the global `index`."""
         name, occurrence = self.blend[index]
         length = self._lengths[name]
-        epoch, position = divmod(occurrence, length)
+        epoch, position = divmod(self._drawn[name] + occurrence, length)
         # A new permutation in each epoch; its round keys are made from the key, so that none is
         # stored.
         order = Permutation(length, self._keys[name], epoch)
         return Draw(name, order[position])
+
+
+class Passage(NamedTuple):
+    """The beginning of a stage whose proportions go along a line from those of another's data.
+
+    Attributes:
+        before: the data of the stage before it.
+        samples: the length.
+    """
+
+    before: Data
+    samples: int
 
 
 class TrainingSamples:
@@ -53,6 +85,10 @@ class TrainingSamples:
         tokenizer_fingerprint: the run's; None accepts any.
         sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote
             has its ids.
+        earlier: the samples of the stage before, after whose `samples_before` samples these go on
+            in each corpus; None if nothing was drawn before.
+        samples_before: how many samples that stage had.
+        passage: the passage from the proportions of the stage before, if there is one.
 
     Attributes:
         corpora: by name, cut into samples.
@@ -69,50 +105,171 @@ class TrainingSamples:
         seed: int,
         tokenizer_fingerprint: str | None,
         sampled_fingerprint: str | None = None,
+        earlier: TrainingSamples | None = None,
+        samples_before: int = 0,
+        passage: Passage | None = None,
     ) -> None:
         self.sequence_length = data.sequence_length
+        settings = _drawn_corpora(data)
+        if passage is not None:
+            settings |= _drawn_corpora(passage.before)
         self.corpora: dict[str, PackedCorpus] = {}
-        for name, corpus in data.corpora.items():
-            if corpus.role != "new" and data.fractions[corpus.role] == 0:
-                # It is never drawn, so that it need not exist.
-                continue
+        for name, corpus in settings.items():
+            if earlier is not None and earlier.sequence_length == data.sequence_length:
+                opened = earlier.corpora.get(name)
+                if opened is not None:
+                    self.corpora[name] = opened
+                    continue
             fingerprint = tokenizer_fingerprint
             if corpus.sample is not None and sampled_fingerprint is not None:
                 fingerprint = sampled_fingerprint
             self.corpora[name] = open_packed(data, name, tokenizer_fingerprint=fingerprint)
 
+        # By name, of the corpora of all earlier stages: how many samples were drawn, of how many in
+        # an epoch.
+        self._drawn: dict[str, tuple[int, int]] = {}
+        if earlier is not None:
+            self._drawn = earlier.drawn_after(samples_before)
+        drawn: dict[str, int] = {}
+        budgets: dict[str, int | None] = {}
+        for name, packed in self.corpora.items():
+            drawn[name] = self._drawn_in_this_cut(name)
+            budget = _budget(settings[name], len(packed), data.sequence_length)
+            budgets[name] = None if budget is None else max(0, budget - drawn[name])
+        self._roles: dict[str, Role] = {name: corpus.role for name, corpus in settings.items()}
+        blend: Blend | PassingBlend
+        if passage is None:
+            blend = self._blend(data, budgets)
+        else:
+            blend = self._passing_blend(data, budgets, passage)
+        self.total = blend.total
+        lengths = {name: len(packed) for name, packed in self.corpora.items()}
+        self._order = SampleOrder(blend, lengths, seed, drawn)
+
+    def _drawn_in_this_cut(self, name: str) -> int:
+        """How many samples of a corpus, as it is cut here, earlier stages have drawn."""
+        if name not in self._drawn:
+            return 0
+        drawn, length = self._drawn[name]
+        # Cut into samples of another length, the corpus goes on at the same share of its epoch.
+        return -(-drawn * len(self.corpora[name]) // length)
+
+    def _blend(self, data: Data, budgets: Mapping[str, int | None]) -> Blend:
+        """The blend of the proportions of `data`."""
+        read = _drawn_corpora(data)
         # The temperature changes proportions within a role alone: the fractions divide the roles.
-        factors = dict.fromkeys(self.corpora, 1.0)
+        factors = dict.fromkeys(read, 1.0)
         if data.temperature is not None:
-            sizes = {name: packed.source.tokens for name, packed in self.corpora.items()}
+            sizes = {name: self.corpora[name].source.tokens for name in read}
             factors = tempered(sizes, data.temperature)
         shares: dict[str, Share] = {}
-        lengths: dict[str, int] = {}
-        for name, packed in self.corpora.items():
-            corpus = data.corpora[name]
-            budget = _budget(corpus, len(packed), data.sequence_length)
-            shares[name] = Share(corpus.weight * factors[name], budget, corpus.role)
-            lengths[name] = len(packed)
-        self._roles = {name: share.role for name, share in shares.items()}
-        blend = Blend(shares, data.fractions)
-        self.total = blend.total
-        self._order = SampleOrder(blend, lengths, seed)
+        for name, role in self._roles.items():
+            if name in read:
+                shares[name] = Share(read[name].weight * factors[name], budgets[name], role)
+            else:
+                # Of the other blend of a passage: nothing is drawn of it here.
+                shares[name] = Share(1.0, 0, role)
+        return Blend(shares, data.fractions)
+
+    def _passing_blend(
+        self, data: Data, budgets: Mapping[str, int | None], passage: Passage
+    ) -> PassingBlend:
+        """The blend of a stage that begins with a passage."""
+        before = self._blend(passage.before, budgets)
+        # What the passage draws by the proportions before it counts in the budgets.
+        of_before = passage.samples - passage.samples // 2
+        if before.total is not None:
+            of_before = min(of_before, before.total)
+        left: dict[str, int | None] = {}
+        for name, count in before.drawn_before(of_before).items():
+            budget = budgets[name]
+            left[name] = None if budget is None else max(0, budget - count)
+        return PassingBlend(before, self._blend(data, left), passage.samples)
+
+    def drawn_after(self, samples: int) -> dict[str, tuple[int, int]]:
+        """After the first `samples` samples: what was drawn of each corpus, in all stages so far.
+
+        By name, the number of samples drawn and the number of samples in an epoch.
+        """
+        drawn = dict(self._drawn)
+        for name, count in self._order.blend.drawn_before(samples).items():
+            drawn[name] = (self._drawn_in_this_cut(name) + count, len(self.corpora[name]))
+        return drawn
 
     def __getitem__(self, index: int) -> Sample:
         name, number = self._order[index]
         return self.corpora[name][number]
 
     def epochs_after(self, samples: int) -> dict[str, float]:
-        """How many epochs of each corpus the first `samples` samples make."""
-        drawn = self._order.blend.drawn_before(samples)
+        """How many epochs of each corpus the first `samples` samples, and earlier stages, make."""
         epochs: dict[str, float] = {}
-        for name, corpus in self.corpora.items():
-            epochs[name] = drawn[name] / len(corpus)
+        for name, (drawn, length) in self.drawn_after(samples).items():
+            epochs[name] = drawn / length
         return epochs
 
     def role_of(self, index: int) -> Role:
         """The role of the corpus that the sample at the global `index` comes from."""
         return self._roles[self._order.blend[index].corpus]
+
+
+class StageSamples(NamedTuple):
+    """The samples of a stage of a run: those of `samples` from the global index `first` on."""
+
+    samples: TrainingSamples
+    first: int
+
+
+def samples_of_stages(
+    stages: Sequence[TrainingStage],
+    *,
+    seed: int,
+    tokenizer_fingerprint: str | None,
+    sampled_fingerprint: str | None = None,
+) -> tuple[StageSamples, ...]:
+    """The samples of each stage of a run.
+
+    Stages with equal data read one order, as one stage would. With other data a stage begins a new
+    order, which goes on in each corpus where the stage before it ended.
+
+    Raises:
+        DataError: as `TrainingSamples`; or the corpora end before the stage does.
+    """
+    found: list[StageSamples] = []
+    stop = 0  # the index past the last sample of the stage before, in its order
+    for stage in stages:
+        data = stage.config.data
+        batch_size = stage.config.schedule.global_batch_size
+        passage = None
+        if stage.data_before is not None:
+            passage = Passage(stage.data_before, stage.passage_steps * batch_size)
+        first = 0
+        if found and passage is None and data == stages[stage.number - 1].config.data:
+            first = stop
+            samples = found[-1].samples
+        else:
+            samples = TrainingSamples(
+                data,
+                seed=seed,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                sampled_fingerprint=sampled_fingerprint,
+                earlier=found[-1].samples if found else None,
+                samples_before=stop,
+                passage=passage,
+            )
+        needed = stage.steps * batch_size
+        stop = first + needed
+        # Before the first step, not at the last: a job of days would end in an error.
+        if samples.total is not None and samples.total < stop:
+            steps = "schedule.steps"
+            if stage.name:
+                steps = f"stages.{stage.name}.steps"
+            left = max(0, samples.total - first)
+            raise DataError(
+                f"{steps}: {stage.steps} steps need {needed} sequences, but the corpora's epochs "
+                f"and token budgets end after {left}; use at most {left // batch_size} steps"
+            )
+        found.append(StageSamples(samples, first))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -195,6 +352,15 @@ def rank_indices(
     for start in range(0, len(own), micro_batch_size):
         micro_batches.append(list(own[start : start + micro_batch_size]))
     return micro_batches
+
+
+def _drawn_corpora(data: Data) -> dict[str, Corpus]:
+    """The corpora from which training samples are drawn; the others need not exist."""
+    drawn: dict[str, Corpus] = {}
+    for name, corpus in data.corpora.items():
+        if corpus.role == "new" or data.fractions[corpus.role] > 0:
+            drawn[name] = corpus
+    return drawn
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.dataset.blend import BLOCK, Blend, Permutation, Share, floor_sum, tempered
+from pipeline.data.dataset.blend import (
+    BLOCK,
+    Blend,
+    PassingBlend,
+    Permutation,
+    Share,
+    floor_sum,
+    tempered,
+)
 from pipeline.data.dataset.samples import SampleOrder, rank_indices
 from pipeline.errors import DataError
 
@@ -236,3 +244,36 @@ def test_any_ranks_and_resume_points_read_the_same_batches(
         )
         if global_batch % (ranks * micro) == 0:
             assert {len(of_rank) for of_rank in micro_batches} == {global_batch // (ranks * micro)}
+
+
+@given(st.integers(1, 400), st.integers(0, 5), st.integers(1, 5))
+def test_a_passage_draws_from_two_blends_along_a_line(length: int, before: int, after: int):
+    def blend(korean: int, english: int) -> Blend:
+        shares = {"korean": Share(korean + 1.0, None), "english": Share(english + 1.0, None)}
+        return Blend(shares)
+
+    passing = PassingBlend(blend(before, 1), blend(1, after), length)
+    counts: Counter[str] = Counter()
+    of_after = 0
+    for index in range(2 * length):
+        assert passing.drawn_before(index) == {name: counts[name] for name in ("korean", "english")}
+        expected = min(index, length) ** 2 / (2 * length) + max(0, index - length)
+        assert abs(of_after - expected) <= 1, "the integral of the line"
+        of_after = passing._drawn_from_after(index + 1)
+        drawn = passing[index]
+        assert drawn.occurrence == counts[drawn.corpus], "each sample of a corpus once, in order"
+        counts[drawn.corpus] += 1
+    with pytest.raises(IndexError):
+        _ = passing[-1]
+
+
+def test_a_passage_ends_with_its_corpora():
+    def blend(budget: int) -> Blend:
+        return Blend({"korean": Share(1.0, budget)})
+
+    passing = PassingBlend(blend(30), blend(30), 20)
+    assert passing.total == 30 + 10
+    assert passing[39].occurrence == 39
+    with pytest.raises(DataError):
+        _ = passing[40]
+    assert PassingBlend(blend(4), blend(30), 20).total == 4

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from pipeline.config.data import Data
+from pipeline.config.run import parse_config
+from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.data.dataset.samples import TrainingSamples, load_heldout
+from pipeline.data.dataset.samples import (
+    StageSamples,
+    TrainingSamples,
+    load_heldout,
+    samples_of_stages,
+)
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
@@ -20,6 +29,7 @@ from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize, write_jsonl
 
 LENGTH = 48
+EXAMPLE = Path(__file__).parents[3] / "configs" / "demo.yaml"
 
 
 def described(folder: Path, **changes: object) -> Data:
@@ -144,3 +154,74 @@ def test_many_shards_do_not_stay_open(tmp_path: Path):
     assert corpus._shard.cache_info().currsize == 64
     assert np.array_equal(corpus.read(50, 900), everything[50:900])
     assert len(corpus.document_starts(0, corpus.tokens)) == 200
+
+
+def stages_of(data: Data, *stages: dict[str, object]) -> list[TrainingStage]:
+    """Stages of 4 sequences a step, on `data`."""
+    values = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    steps = sum(int(str(stage["steps"])) for stage in stages)
+    values["schedule"] |= {"steps": steps, "global_batch_size": 4, "micro_batch_size": 2}
+    named = [{"name": f"stage{number}", **stage} for number, stage in enumerate(stages)]
+    config = parse_config(
+        values | {"data": data.model_dump(mode="json"), "stages": named, "gate": None},
+        source="a test",
+    )
+    return training_stages(config)
+
+
+def drawn_in(
+    stages: list[TrainingStage], plan: tuple[StageSamples, ...]
+) -> list[list[tuple[str, int]]]:
+    """The corpus and the number of each sample, by stage."""
+    drawn: list[list[tuple[str, int]]] = []
+    for stage, (samples, first) in zip(stages, plan, strict=True):
+        indices = range(first, first + stage.steps * 4)
+        drawn.append([tuple(samples._order[index]) for index in indices])
+    return drawn
+
+
+def test_a_stage_goes_on_in_each_corpus_where_the_one_before_it_ended(data: Data):
+    everything = len(training(data).corpora["korean"])
+    stages = stages_of(
+        data,
+        {"steps": 5},
+        {"steps": 5, "replay_fraction": 0.5},
+        {"steps": 5, "replay_fraction": 0.1, "passage_steps": 3},
+        {"steps": 5, "weights": {"english": 0}, "replay_fraction": 0.0},
+        {"steps": 5, "replay_fraction": 0.5},
+    )
+    plan = samples_of_stages(stages, seed=1, tokenizer_fingerprint=None)
+    drawn = list(chain.from_iterable(drawn_in(stages, plan)))
+    korean = [number for corpus, number in drawn if corpus == "korean"]
+    assert len(korean) > 40
+    for start in range(0, len(korean), everything):
+        epoch = korean[start : start + everything]
+        assert len(set(epoch)) == len(epoch), "a text is read again only in the next epoch"
+    shares = [sum(corpus == "english" for corpus, _ in part) for part in drawn_in(stages, plan)]
+    assert shares == pytest.approx([5, 10, 4, 0, 10], abs=1.5)
+    assert shares[3] == 0
+    # The same whatever stages follow, and wherever they are asked from.
+    again = samples_of_stages(stages[:2], seed=1, tokenizer_fingerprint=None)
+    assert drawn_in(stages[:2], again) == drawn_in(stages, plan)[:2]
+
+
+def test_stages_with_equal_data_read_the_order_of_one(data: Data):
+    one = stages_of(data, {"steps": 9})
+    two = stages_of(data, {"steps": 4}, {"steps": 5, "learning_rate": 1.0})
+    found = drawn_in(two, samples_of_stages(two, seed=1, tokenizer_fingerprint=None))
+    [expected] = drawn_in(one, samples_of_stages(one, seed=1, tokenizer_fingerprint=None))
+    assert list(chain.from_iterable(found)) == expected
+
+
+def test_epochs_count_over_all_stages(data: Data):
+    korean = data.corpora["korean"].model_copy(update={"epochs": 1.0})
+    once = data.model_copy(update={"corpora": {"korean": korean}, "replay_fraction": 0.0})
+    samples = len(training(once).corpora["korean"])
+    steps = samples // 4
+    fits = stages_of(once, {"steps": 3}, {"steps": steps - 3, "sequence_length": LENGTH // 2})
+    plan = samples_of_stages(fits, seed=1, tokenizer_fingerprint=None)
+    half = len(plan[1].samples.corpora["korean"])
+    assert plan[1].samples.total == half - -(-3 * 4 * half // samples)
+    too_many = stages_of(once, {"steps": 3}, {"steps": steps, "weights": {"korean": 2}})
+    with pytest.raises(DataError, match=r"stages.stage1.steps: \d+ steps need \d+ sequences"):
+        samples_of_stages(too_many, seed=1, tokenizer_fingerprint=None)

@@ -1,0 +1,82 @@
+"""The table of types that can be a base: its rows, and the copy in docs/architectures.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from pipeline.commands.bases import TABLE_BEGINS, TABLE_ENDS
+from pipeline.errors import CONFIG_ERROR
+from pipeline.hosted.survey import TABLE_HEAD, all_types, survey
+from tests.programs import scale_cpt
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+LLAMA = (
+    "| `llama` | native | LlamaForCausalLM | LlamaAttention, LlamaMLP | positions that restart |"
+)
+
+
+def _rows() -> dict[str, str]:
+    """The rows of the page's table by type."""
+    _, _, rest = PAGE.read_text().partition(TABLE_BEGINS)
+    table, _, _ = rest.partition(TABLE_ENDS)
+    head, _, body = table.strip().partition(TABLE_HEAD)
+    assert not head
+    return {row.split("`")[1]: row for row in body.strip().splitlines()}
+
+
+def test_the_page_has_a_row_for_every_type():
+    assert list(_rows()) == all_types()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        *[
+            pytest.param(model_type, marks=pytest.mark.full)
+            for model_type in ("gemma4", "paligemma", "falcon", "gpt_oss", "qwen2_vl", "xlnet")
+        ],
+    ],
+)
+def test_a_row_of_the_page_is_what_is_found(model_type):
+    (found,) = survey([model_type])
+    assert found.row() == _rows()[model_type]
+
+
+def test_the_command_prints_rows_of_types_and_of_folders(tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 97}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+    done = scale_cpt("bases", "llama", tmp_path, "nosuch")
+    head, rows = done.stdout[: len(TABLE_HEAD)], done.stdout[len(TABLE_HEAD) :].strip()
+    assert head == TABLE_HEAD
+    assert rows.splitlines() == [
+        LLAMA,
+        LLAMA,
+        "| `nosuch` | refused |  | model_type 'nosuch': transformers has none |  |",
+    ]
+
+
+def test_the_command_replaces_the_table_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{TABLE_BEGINS}\nold\n{TABLE_ENDS}\nafter\n")
+    assert scale_cpt("bases", "llama", "--write", page).returncode == 0
+    table = f"{TABLE_HEAD}\n{LLAMA}"
+    assert page.read_text() == f"before\n{TABLE_BEGINS}\n{table}\n{TABLE_ENDS}\nafter\n"
+
+
+def test_a_page_without_a_place_for_the_table_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    done = scale_cpt("bases", "llama", "--write", page)
+    assert done.returncode == CONFIG_ERROR
+    assert f"{page}: has no lines {TABLE_BEGINS}" in done.stderr
+
+
+def test_a_folder_whose_class_is_not_of_transformers_is_refused(tmp_path):
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"model_type": "own", "auto_map": {}}))
+    (found,) = survey([str(tmp_path)])
+    assert found.use == "refused"
+    assert "code of a model's folder is not run" in found.reason

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,20 @@ def read_hosted_spec(path: Path) -> HostedSpec:
         raise BaseModelError(
             f"{file}: no such file; base must be a Hugging Face model folder"
         ) from None
-    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
     try:
-        return _spec_of(orjson.dumps(recorded))
+        return hosted_spec_of(values)
     except BaseModelError as error:
         raise BaseModelError(f"{file}: {error}") from None
+
+
+def hosted_spec_of(values: Mapping[str, Any]) -> HostedSpec:
+    """The hosted base that the entries of a config.json describe.
+
+    Raises:
+        BaseModelError: transformers has no class for it, or its structure is not understood.
+    """
+    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
+    return _spec_of(orjson.dumps(recorded))
 
 
 @cache
@@ -80,7 +90,9 @@ def _spec_of(config_json: bytes) -> HostedSpec:
     _, own_config = model_class_of(config)
     output = _output_of(build_twin(config), structure, own_config)
     output_map = build_without_memory(config).get_submodule(structure.output)
-    text = own_config.get_text_config(decoder=True)
+    text = copy.deepcopy(own_config.get_text_config(decoder=True))
+    # Gemma 4's heads have other sizes in some layers. Here one is enough: it sizes the added heads.
+    text.allow_global_per_layer_attribute_access = True
     heads = getattr(text, "num_attention_heads", None) or 1
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = _head_dim(text, structure.hidden_size, heads)

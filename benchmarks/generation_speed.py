@@ -6,8 +6,9 @@
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's
 proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two
 streams, without a gate, with one that never opens and with one that opens at once; and four
-expansions by an eighth beside each other, none or one of which opens; and, without any width, what
-open tokens have of their own: rows, gains and differences of rank 16. They take turns in one
+expansions by an eighth beside each other, none or one of which opens; without any width, what open
+tokens have of their own: rows, gains and differences of rank 16; and a packed difference of all
+weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
 process, and the fastest turn of each counts, so that load on the machine changes little. The scale
 format's models have the base's own matrices, in one memory: the same product takes up to a fifth
 longer where the weights lie on other pages. A turn generates --new-tokens tokens after
@@ -27,8 +28,10 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.results import Row, in_turns, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.combination.combine import base_entries
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.hf.remote_code.scale_gate import ScaleGate
@@ -41,6 +44,8 @@ OPENING = 63
 of a batch."""
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
+DIFFERENCES = {"difference": "once", "difference by layer": "by_layer"}
+"""Models with a packed difference, and when it is added to the base's weights."""
 OWN_WEIGHTS = "own weights"
 """The name of the model whose open tokens have weights of their own."""
 HEAD_DIM, CONTEXT = 64, 2048
@@ -134,6 +139,7 @@ def models(
                 several.share_base()
             several.set_active(several.names)
             made[f"{SEVERAL} x 1/{share}, gate shut"] = several
+    made |= _differences(made["base"].config.to_dict(), layers, features)
     for model in made.values():
         model.to(dtype).eval().set_attn_implementation("sdpa")
         for parameter in model.parameters():
@@ -144,13 +150,12 @@ def models(
         gate.weight.data.zero_()[0] = 1
         gate.std.data.fill_(1)
     of_base = made["base"]
+    of_base.model.embed_tokens.weight.data[OPENING, 0] = 1e3
     for model in made.values():
+        if isinstance(model, DifferenceForCausalLM):
+            model.base = of_base
         if isinstance(model, ScaleForCausalLM):
-            for layer, same in zip(model.layers, of_base.model.layers, strict=True):
-                for name, matrix in MATRICES.items():
-                    widened: Any = layer.get_submodule(name)
-                    widened.base.weight = same.get_submodule(matrix).weight
-            model.output.base = of_base.lm_head.weight
+            _share_matrices(model, of_base)
             model.embedding.base.weight.data[OPENING, 0] = 1e3
     several.share_base()
     made |= {
@@ -159,6 +164,30 @@ def models(
         for state in THRESHOLDS
     }
     return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
+
+
+def _share_matrices(model: Any, base: Any) -> None:
+    """Gives a widened model the matrices of its base, in one memory."""
+    for layer, same in zip(model.layers, base.model.layers, strict=True):
+        for name, matrix in MATRICES.items():
+            layer.get_submodule(name).base.weight = same.get_submodule(matrix).weight
+    model.output.base = base.lm_head.weight
+
+
+def _differences(base: dict[str, Any], layers: int, features: str) -> dict[str, PreTrainedModel]:
+    """Models with a packed difference by name; `base` are the entries of the base's config.json."""
+    made: dict[str, PreTrainedModel] = {}
+    for name, unpacked in DIFFERENCES.items():
+        config = DifferenceConfig(
+            text_config=base,
+            bits=4,
+            own_rows=64,
+            unpacked=unpacked,
+            gate_layer=min(2, layers),
+            gate_features=features,
+        )
+        made[f"{name}, gate shut"] = DifferenceForCausalLM(config)
+    return made
 
 
 @torch.no_grad()

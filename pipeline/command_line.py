@@ -201,6 +201,14 @@ def positive(text: str) -> int:
     return number
 
 
+def non_negative(text: str) -> int:
+    """An argument that is a whole number of at least 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {number}")
+    return number
+
+
 def day(text: str) -> date:
     """An argument that is a date: YYYY-MM-DD."""
     try:

@@ -80,6 +80,22 @@ def test_weights_of_open_tokens_own_that_do_not_fit_are_a_fault(method, changes,
 
 
 @pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"gate": {"layer": 0}}, "gate.layer: with method fft at least 1, .*, found 0"),
+        ({"vocabulary": {"folder": "words"}}, "gate: not with method fft beside an extended voc"),
+        ({"gate": {"negatives": ["korean"]}}, "gate.negatives: korean is no corpus of role"),
+    ],
+)
+def test_a_gate_of_full_fine_tuning_that_does_not_fit_is_a_fault(changes, fault, tmp_path):
+    settings = {"method": {"name": "fft"}, "gate": {"layer": 3}}
+    load_config(write_config(tmp_path, tmp_path, **settings))
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(write_config(tmp_path, tmp_path, **{**settings, **changes}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("method", "changes", "fault"),
     [
         (

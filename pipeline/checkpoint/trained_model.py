@@ -53,6 +53,8 @@ class TrainedModel:
         gate: the gate that was fitted for it, if it is to have one.
         stored_scale: the scale of added channels in a merged export, if the norms are to count them
             as there.
+        untrained: whether every parameter is read from the base: with a method that adds nothing,
+            the model is then the base itself.
     """
 
     checkpoint: Path
@@ -65,6 +67,7 @@ class TrainedModel:
     reader: CheckpointReader
     gate: FittedGate | None = None
     stored_scale: float | None = None
+    untrained: bool = False
 
     @property
     def spec(self) -> DecoderSpec:
@@ -144,7 +147,7 @@ class TrainedModel:
 
     def read_stored(self, name: str) -> Tensor:
         """A whole parameter of `stored`; see `read`."""
-        if name in self.trained:
+        if name in self.trained and not self.untrained:
             return self.reader.read(name)
         return self.base.read(self.method.base_name(name, self.base.spec))
 

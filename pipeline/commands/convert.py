@@ -9,10 +9,11 @@ With a run, its newest checkpoint is converted, into <folder>/hf or --output. Th
 once its logits are verified to be those of the model that trained.
 
 Format `merged` loads anywhere, with no code of ours. Format `scale` carries its code
-(trust_remote_code=True). Format `expansion` holds only what SCALE added. Format `peft` is an
-adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is merged
-where possible, else scale. A run whose configuration has a section `gate` is converted with its
-gate, into the format `scale`, or --without-gate.
+(trust_remote_code=True). Format `difference`, of full fine-tuning with a gate, holds the base and
+what training changed, in --bits bits. Format `expansion` holds only what SCALE added. Format `peft`
+is an adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is
+merged where possible, else difference or scale. A run whose configuration has a section `gate` is
+converted with its gate, into the format `scale` or `difference`, or --without-gate.
 
 A wider merged model in fp32 is stored for serving: its added channels are too small for other tools
 to train. With `--for training` they can, and its logits differ a little more from the model that
@@ -81,6 +82,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="training: other tools can train a wider merged model in fp32 (default: serving)",
     )
     parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8, 16),
+        help="with --format difference: of an element of a matrix within layers (default: 4)",
+    )
+    parser.add_argument(
+        "--min-count",
+        type=command_line.non_negative,
+        help="with --format difference: how often a token must occur in the run's new texts for "
+        "rows of its own in embedding and output; all rarer tokens share one; 0: all tokens have "
+        "their own (default: 20)",
+    )
+    parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         choices=(1, 2, 4, 8),
@@ -125,6 +139,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate"
         )
+    if arguments.format not in ("auto", "difference") and (
+        arguments.bits is not None or arguments.min_count is not None
+    ):
+        raise ConfigError(
+            f"--bits and --min-count belong to --format difference, found --format "
+            f"{arguments.format}; remove them"
+        )
+    if arguments.min_count is not None and not arguments.run:
+        raise ConfigError(
+            "--min-count: counts tokens in the corpora of a run; name the run, or remove it to "
+            "store the rows of all tokens"
+        )
 
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
@@ -134,6 +160,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         Conversion,
         convert,
         latest_conversion,
+        packing_of,
         run_sources,
     )
     from pipeline.conversion.verify import probe_maker
@@ -149,6 +176,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         conversion = Conversion(
             arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate
         )
+    packing = packing_of(config, arguments.bits, arguments.min_count)
     if arguments.text:
         sources = {path.name: [str(path)] for path in arguments.text}
         keys = {}
@@ -162,6 +190,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         overwrite=arguments.overwrite,
         purpose=arguments.purpose,
+        packing=packing,
         tp_size=arguments.tensor_parallel_size,
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))

@@ -14,13 +14,21 @@ from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.adapter import load_with_adapter, write_adapter
+from pipeline.conversion.difference import (
+    FOUR_BITS,
+    DifferenceReport,
+    Packing,
+    describe_difference,
+    stored_sizes,
+    verify_difference,
+)
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.model_card import model_card, on_stored_scale
-from pipeline.conversion.verify import Loader, MakeProbe, describe, verify
+from pipeline.conversion.verify import Loader, MakeProbe, Probe, Report, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
@@ -41,17 +49,22 @@ from pipeline.files import (
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
 from pipeline.hf.load import load_hf_model
+from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
-from pipeline.hf.write import code_files, dtype_name, write_hf_folder
+from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
 from pipeline.hub import source_of
+from pipeline.methods.own_tokens import frequent_tokens
 from pipeline.model.architecture import architecture_of
-from pipeline.model.from_hf import RESIDUAL_KEY
+from pipeline.model.from_hf import RESIDUAL_KEY, read_spec
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
+MIN_COUNT = 20
+"""How often a token occurs in the new texts that gets rows of its own in a difference, unless it is
+said."""
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
@@ -77,6 +90,7 @@ class Conversion:
         overwrite: whether anything at `output` may be replaced.
         purpose: what the export is for; it decides the scale at which a merged export stores added
             channels.
+        packing: how the format `difference` stores one.
         tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
     """
 
@@ -89,6 +103,7 @@ class Conversion:
     vocabulary: Path | None = None
     overwrite: bool = False
     purpose: Purpose = "serving"
+    packing: Packing = FOUR_BITS
     tp_size: int = 1
 
 
@@ -112,6 +127,38 @@ def latest_conversion(config: RunConfig) -> Conversion:
         gate=gate,
         vocabulary=vocabulary,
     )
+
+
+def packing_of(
+    config: RunConfig | None, bits: int | None = None, min_count: int | None = None
+) -> Packing:
+    """How the format `difference` stores that of a run; without a run with the rows of all tokens.
+
+    Args:
+        config: the run, whose corpora of role new say which tokens are frequent.
+        bits: of an element of a matrix within layers; None: 4.
+        min_count: how often a token with rows of its own occurs in them; None: 20; 0: all have
+            rows.
+
+    Raises:
+        ConfigError: no token is as frequent.
+        DataError: a corpus is not tokenized, or not by the run's tokenizer.
+    """
+    packing = FOUR_BITS if bits is None else Packing(bits)
+    min_count = MIN_COUNT if min_count is None else min_count
+    is_gated = config is not None and config.gate is not None
+    if config is None or not is_gated or not isinstance(config.method, FullFineTuning):
+        return packing
+    if not min_count:
+        return packing
+    own_tokens = frequent_tokens(
+        config,
+        read_spec(config.base).vocab_size,
+        min_count,
+        setting="--min-count",
+        tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint,
+    )
+    return replace(packing, own_tokens=own_tokens)
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
@@ -191,15 +238,19 @@ def _request(conversion: Conversion) -> dict[str, Any]:
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
-    code = [*code_files(ScaleForCausalLM), *code_files(HostedScaleForCausalLM)]
+    code: dict[str, str] = {}
+    for model in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
+        for file in code_files(model):
+            code[file.name] = file_hash(file)
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
+        "asked_packing": conversion.packing.identity,
         "asked_tp_size": conversion.tp_size,
-        "code": {file.name: file_hash(file) for file in code},
+        "code": code,
     }
 
 
@@ -269,7 +320,14 @@ def _write_export(
     is_adapter = conversion.format == "peft"
     # Adapters train, and leave, in fp32; a server casts them to the type of its base.
     dtype = conversion.dtype or (torch.float32 if is_adapter else model.base.dtype)
-    export = choose_export(model, conversion.format, dtype, conversion.purpose, conversion.tp_size)
+    export = choose_export(
+        model,
+        conversion.format,
+        dtype,
+        conversion.purpose,
+        conversion.tp_size,
+        conversion.packing,
+    )
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
             "--for training is about merged folders: one in the format %s is alike for both",
@@ -285,9 +343,7 @@ def _write_export(
             write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
             check_export(folder, tokenizer, texts)
         warn_of_base(model.tokenizer, tokenizer, texts)
-        residual = export.config.get(RESIDUAL_KEY)
-        stored_scale = None if residual is None else residual["scale"]
-        report = verify(model, folder, make_probe(model), dtype, stored_scale, load)
+        report = _verified(model, export, folder, make_probe(model), load)
         write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report))
         written = {
@@ -296,7 +352,23 @@ def _write_export(
             "written_format": export.format,
             "written_dtype": dtype_name(dtype),
         }
+        if export.format == "difference":
+            written["difference"] = stored_sizes(export)
         write_json(folder / RECORD, written)
-    _logger.info("%s", describe(report))
+    if isinstance(report, DifferenceReport):
+        _logger.info("%s", describe_difference(report))
+    else:
+        _logger.info("%s", describe(report))
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)
+
+
+def _verified(
+    model: TrainedModel, export: Export, folder: Path, probe: Probe, load: Loader
+) -> Report:
+    """The comparison of what was written to `folder` with what trained."""
+    if export.format == "difference":
+        return verify_difference(model, folder, probe, export.dtype)
+    residual = export.config.get(RESIDUAL_KEY)
+    stored_scale = None if residual is None else residual["scale"]
+    return verify(model, folder, probe, export.dtype, stored_scale, load)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.trained_model import TrainedModel
-from pipeline.config.method import Method
+from pipeline.config.method import FullFineTuning, Method
 from pipeline.conversion import Format, Purpose
 from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
+from pipeline.conversion.difference import FOUR_BITS, Packing, difference_export
 from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import base_hub_name
@@ -21,6 +22,7 @@ from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config
 from pipeline.hf.config import gate_to_config, widened_to_config
+from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
@@ -46,12 +48,35 @@ def unsupported_reason(
                 "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and "
                 "this model has no gate (leave --without-gate out)"
             )
+    merged = merged_unsupported_reason(plan, spec, gated=gated)
+    if plan is None and gated:
+        merged = "a gate decides for each token (--without-gate leaves it out)"
     return {
-        "merged": merged_unsupported_reason(plan, spec, gated=gated),
+        "merged": merged,
         "scale": scale,
+        "difference": _difference_unsupported_reason(settings, spec, gated=gated),
         "expansion": unwidened,
         "peft": adapter_unsupported_reason(settings, spec, gated=gated),
     }
+
+
+def _difference_unsupported_reason(
+    settings: Method, spec: DecoderSpec, *, gated: bool
+) -> str | None:
+    """Why a model cannot leave as its base and a difference of all parameters; None if it can."""
+    if not isinstance(settings, FullFineTuning):
+        return f"method {settings.name} does not train every parameter of the base"
+    if not gated:
+        return "tokens read the difference where a gate opens, and this model has no gate"
+    if not spec.is_native:
+        return "a base that runs by transformers' own code"
+    if spec.mixture is not None:
+        return "a mixture of experts: transformers holds the experts in other tensors than its base"
+    if spec.new_tokens:
+        return "an extended vocabulary: the base has no rows for its new tokens"
+    if spec.residual is not None:
+        return "a base that was widened before"
+    return None
 
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
@@ -72,8 +97,9 @@ def choose_export(
     dtype: torch.dtype,
     purpose: Purpose = "serving",
     tp_size: int = 1,
+    packing: Packing = FOUR_BITS,
 ) -> Export:
-    """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
+    """The folder's contents; see `check_format`. `packing` is of the format `difference`.
 
     `tp_size`: how many GPUs a merged model is padded for.
 
@@ -90,13 +116,16 @@ def choose_export(
         return merged_export(model, dtype, purpose, tp_size)
     if written == "peft":
         return adapter_export(model, dtype, base_hub_name(model))
+    if written == "difference":
+        return difference_export(model, dtype, packing)
     if not model.base.spec.is_native:
         return hosted_export(model, dtype)
     return scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for.
+    """The format in which the model leaves, if `format` is asked for: `auto` is `merged` if that
+    can express the model, else `difference`, else `scale`.
 
     Raises:
         ConversionError: the model cannot leave in that format.
@@ -105,7 +134,10 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
     if format == "auto":
-        format = "merged" if reasons["merged"] is None else "scale"
+        format = "scale"
+        for supported in ("difference", "merged"):
+            if reasons[supported] is None:
+                format = supported
     if reasons[format] is not None:
         raise ConversionError(
             f"{model.checkpoint}: cannot leave as --format {format}, but as "
@@ -147,16 +179,5 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             tensors.append(PlannedTensor(name, tuple(table.shape), make, torch.int32))
     if model.gate is not None:
         config |= gate_to_config(model.gate)
-        for name, tensor in model.gate.tensors.items():
-            # In fp32 whatever the rest is: 16 bits would change decisions.
-            make = partial(torch.clone, tensor)
-            tensors.append(
-                PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), make, torch.float32)
-            )
-        if model.gate.open_ids:
-            is_open_id = torch.zeros(model.base.spec.vocab_size, dtype=torch.bool)
-            is_open_id[list(model.gate.open_ids)] = True
-            make = partial(torch.clone, is_open_id)
-            name = "token_gate.is_open_id"
-            tensors.append(PlannedTensor(name, tuple(is_open_id.shape), make, torch.bool))
+        tensors += gate_tensors(model.gate, model.base.spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.hf.config import gate_to_config
+from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
@@ -56,17 +57,7 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         tensors.append(PlannedTensor(name, tuple(parameter.shape), make))
     if model.gate is not None:
         config |= gate_to_config(model.gate)
-        for name, tensor in model.gate.tensors.items():
-            # In fp32 whatever the rest is: 16 bits would change decisions.
-            make = partial(torch.clone, tensor)
-            full_name = f"token_gate.{name}"
-            tensors.append(PlannedTensor(full_name, tuple(tensor.shape), make, torch.float32))
-        if model.gate.open_ids:
-            is_open_id = torch.zeros(spec.vocab_size, dtype=torch.bool)
-            is_open_id[list(model.gate.open_ids)] = True
-            make = partial(torch.clone, is_open_id)
-            full_name = "token_gate.is_open_id"
-            tensors.append(PlannedTensor(full_name, tuple(is_open_id.shape), make, torch.bool))
+        tensors += gate_tensors(model.gate, spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
 
 

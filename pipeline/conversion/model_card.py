@@ -93,7 +93,7 @@ def _loading(name: str, export: Export, base: str) -> str:
             "tokenizer = AutoTokenizer.from_pretrained(base)",
         ]
     else:
-        options = ", trust_remote_code=True" if export.format == "scale" else ""
+        options = ", trust_remote_code=True" if export.code else ""
         lines += [
             "",
             folder,
@@ -145,6 +145,9 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     trained, total = model.counts
     settings["trained parameters"] = f"{trained:,} of {total:,}"
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
+    if export.format == "difference":
+        settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
+        settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
     widths = added_widths(model.plan)
     if widths is not None:
         base = asdict(model.spec.widths)
@@ -166,6 +169,13 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
         ]
     if model.gate is None:
         return []
+    if export.format == "difference":
+        return [
+            heading,
+            "This folder is for inference. Closed text is the base's to the last bit, and open "
+            f"text that of the trained weights, of whose difference {export.config['bits']} bits "
+            "an element are stored. Train the run further, and convert it again.",
+        ]
     if added_widths(model.plan) is None:
         return [
             heading,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.data.sources.records import Keys
@@ -61,7 +62,7 @@ GRANTED = {
 }
 ROUNDINGS = 4
 _MOST_BY_SCALE = 1e-3
-_FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -166,25 +167,16 @@ def verify(
             noticeably.
     """
     windows = list(chain.from_iterable(probe.values()))
-    gate: _FixedGate | None = None
+    gate: FixedGate | None = None
     if model.gate is not None:
-        gate = _FixedGate(
-            layer=model.gate.layer,
-            features=model.gate.features,
-            mean=model.gate.mean,
-            std=model.gate.std,
-            weight=model.gate.weight,
-            bias=model.gate.bias,
-            open_ids=model.gate.open_ids,
-            threshold=model.gate.threshold,
-        )
+        gate = FixedGate.of(model.gate)
         model = replace(model, gate=gate)
     # The gate decides in the first of these passes for all others, so their order matters.
     scaled = replace(model, stored_scale=stored_scale)
     expected = scaled.logits(windows, dtype)
     # The same model in twice the precision: what remains is rounding, which the export may have
     # too.
-    finer = scaled.logits(windows, _FINER[dtype])
+    finer = scaled.logits(windows, FINER[dtype])
     unscaled = expected
     if stored_scale is not None:
         unscaled = model.logits(windows, dtype)
@@ -198,15 +190,15 @@ def verify(
         logits = exported(window.unsqueeze(0), use_cache=False).logits
         found.append(logits[0].float())
 
-    texts = _compared(probe, expected, found)
-    trained = _compared(probe, unscaled, expected)
-    rounded = _compared(probe, finer, expected)
+    texts = compare_texts(probe, expected, found)
+    trained = compare_texts(probe, unscaled, expected)
+    rounded = compare_texts(probe, finer, expected)
     for name, text in texts.items():
         perplexity_in_training = trained[name].training_perplexity
         texts[name] = replace(text, training_perplexity=perplexity_in_training)
-    worst = _worst(texts)
-    rounding = _worst(rounded)
-    scaling = _worst(trained)
+    worst = worst_of(texts)
+    rounding = worst_of(rounded)
+    scaling = worst_of(trained)
     report = Report(
         max_abs=worst.max_abs,
         kl=worst.kl,
@@ -229,7 +221,7 @@ def verify(
     return report
 
 
-def _compared(
+def compare_texts(
     probe: Probe, trained: Sequence[Tensor], exported: Sequence[Tensor]
 ) -> dict[str, Comparison]:
     """The comparison on each text of the logits of all windows, which are in the order of the
@@ -245,7 +237,7 @@ def _compared(
 
 
 @dataclass(frozen=True)
-class _FixedGate(FittedGate):
+class FixedGate(FittedGate):
     """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps
     each pass's scores.
 
@@ -255,13 +247,29 @@ class _FixedGate(FittedGate):
 
     passes: list[Tensor] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, gate: FittedGate) -> FixedGate:
+        """The same gate, without a pass."""
+        return cls(
+            layer=gate.layer,
+            features=gate.features,
+            mean=gate.mean,
+            std=gate.std,
+            weight=gate.weight,
+            bias=gate.bias,
+            open_ids=gate.open_ids,
+            threshold=gate.threshold,
+        )
+
     def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         self.passes.append(self.scores(x, document_ids))
         return self.passes[0] > self.threshold
 
-    def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
+    def fix_in(
+        self, exported: nn.Module, windows: Sequence[Tensor], folder: str
+    ) -> RemovableHandle:
         """Makes the gate of an exported model take the same decisions in its next passes, one for
-        each window [S].
+        each window [S]; the handle ends that.
 
         Such a pass raises ConversionError if the export would decide otherwise where no rounding
         explains it.
@@ -286,7 +294,7 @@ class _FixedGate(FittedGate):
                 )
             return opens.view(1, -1, 1)
 
-        exported.register_forward_hook(replaced)
+        return exported.register_forward_hook(replaced)
 
 
 def describe(report: Report) -> str:
@@ -359,7 +367,7 @@ def compare(
     )
 
 
-def _worst(texts: Mapping[str, Comparison]) -> LogitDifference:
+def worst_of(texts: Mapping[str, Comparison]) -> LogitDifference:
     """The largest of each figure over all texts."""
     max_abs = max(text.max_abs for text in texts.values())
     kl = max(text.kl for text in texts.values())

@@ -31,11 +31,14 @@ from pipeline.scale_math import NEVER
 @torch.no_grad()
 def measure(
     decoder: CausalDecoder,
+    base: CausalDecoder,
     gate: FittedGate,
     heldout: Mapping[str, HeldoutSamples],
     config: RunConfig,
 ) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
+
+    `base` is the decoder itself, or of full fine-tuning the model that it was trained from.
 
     Returns:
         The effect on each corpus; and the largest difference of a logit from the base's where the
@@ -51,7 +54,12 @@ def measure(
             all_closed: list[Tensor] = []
             all_nll: list[Tensor] = []
             for group in windows.groups():
-                closed, nll, difference = _passes(decoder, gate, group, config)
+                if base is decoder:
+                    closed, nll, difference = _passes(decoder, gate, group, config)
+                else:
+                    closed, nll = _passes_of_two(decoder, base, gate, group, config)
+                    # The base's own logits are what a closed token gets.
+                    difference = 0.0 if closed.all(dim=1).any() else None
                 all_closed.append(closed)
                 all_nll.append(nll)
                 if difference is not None:
@@ -98,6 +106,34 @@ def _passes(
     for hidden in (base, ungated, gated):
         nll.append(decoder.output(hidden, targets).nll.double().cpu())
     return closed, torch.stack(nll).view(3, *closed.shape), difference
+
+
+def _passes_of_two(
+    decoder: CausalDecoder,
+    base: CausalDecoder,
+    gate: FittedGate,
+    group: Windows,
+    config: RunConfig,
+) -> tuple[Tensor, Tensor]:
+    """As `_passes` where the base is a model of its own: an open token takes the trained model's
+    logits, a closed one the base's.
+
+    Returns:
+        Where the gate is closed: bool [N, S].
+        The nll of the targets by the base, by the trained model, and with the gate: [3, N, S], in
+        fp64.
+    """
+    inputs, targets = decoder_inputs(group, config, decoder)
+    stream = base.base_stream(*inputs, layer=gate.layer)
+    document_ids = None if inputs.documents is None else inputs.documents.ids
+    is_open = gate.is_open(stream, document_ids) | gate.opens_id(inputs.tokens)
+    closed = ~is_open.cpu() | ~group.present
+    nll = []
+    for model in (base, decoder):
+        found = model.output(model.hidden_states(*inputs), targets).nll
+        nll.append(found.double().cpu().view(closed.shape))
+    of_base, of_trained = nll
+    return closed, torch.stack([of_base, of_trained, torch.where(closed, of_base, of_trained)])
 
 
 def _figures(

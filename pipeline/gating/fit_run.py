@@ -40,6 +40,7 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.methods.own_tokens import token_counts
 from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -84,14 +85,18 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
 
     decoder = loaded(model)
-    fit = fit_on(BaseStream(decoder, layer), text, config.gate)
+    base = decoder
+    if not decoder.keeps_base:
+        # Full fine-tuning: the base is a model of its own.
+        base = loaded(replace(model, untrained=True))
+    fit = fit_on(BaseStream(base, layer), text, config.gate)
     open_ids = NO_OPEN_IDS
     if config.gate.open_ids is not None:
         open_ids = _open_ids(config, config.gate.open_ids, model, fit.old_ids)
     gate = replace(fit.gate, open_ids=open_ids.ids)
     is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
     is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
-    texts, difference = measure(decoder, gate, heldout, config)
+    texts, difference = measure(decoder, base, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -332,7 +337,9 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
         ConfigError: the base has fewer layers than gate.layer.
     """
     plan = model.plan
-    assert plan is not None, "RunConfig allows a gate with methods scale and lora alone"
+    if plan is None:
+        # Full fine-tuning: the base runs beside the trained model, exact in every layer.
+        return checked_gate_layer(settings.layer, GATE_LAYER, model.spec.num_layers)
     layer = plan.gate_layer(settings.layer)
     if layer > plan.last_exact_layer:
         _logger.info(

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-Exported = Literal["merged", "scale", "expansion", "peft"]
+Exported = Literal["merged", "scale", "difference", "expansion", "peft"]
 """What an exported folder holds. `pipeline.conversion` says what each is."""

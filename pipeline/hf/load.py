@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_object
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
+from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
@@ -25,6 +27,7 @@ from pipeline.model.from_hf import loading_options
 OWN_MODELS: dict[Any, Any] = {
     ScaleConfig: ScaleForCausalLM,
     CombinedConfig: CombinedForCausalLM,
+    DifferenceConfig: DifferenceForCausalLM,
     HostedScaleConfig: HostedScaleForCausalLM,
 }
 for _config, _model in OWN_MODELS.items():

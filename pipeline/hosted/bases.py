@@ -23,6 +23,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import FAMILIES
+from pipeline.model.from_hf import OWN_FORMATS
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import zero_partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -54,7 +55,7 @@ def _is_hosted_by_default(path: Path) -> bool:
         return False  # the native reader says what is wrong
     model_type = from_hf.model_type_of(values)
     # A folder in our own format names its type too: the native reader says what to do with it.
-    known = (*FAMILIES, "scale")
+    known = (*FAMILIES, *OWN_FORMATS)
     return isinstance(model_type, str) and model_type not in known
 
 

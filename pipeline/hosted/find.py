@@ -32,6 +32,11 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
         layer_list, layers = find_layers(twin)
         documents = find_separation(twin)
     names = {module: name for name, module in twin.named_modules()}
+    output = twin.get_output_embeddings()
+    if output is None:
+        raise UnsupportedStructureError(
+            f"{type(twin).__name__}: transformers does not say which module computes its logits"
+        )
     own_config = model_class_of(config)[1]
     structure = HostedStructure(
         model_type=config.model_type,
@@ -40,7 +45,7 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
         layer_list=layer_list,
         layers=layers,
         embedding=names[twin.get_input_embeddings()],
-        output=names[twin.get_output_embeddings()],
+        output=names[output],
         documents=documents,
     )
     check_names(structure, twin, build_without_memory(config))

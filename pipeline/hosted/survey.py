@@ -48,8 +48,13 @@ _QWEN4 = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
 }
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
 # What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"hidden_size": 1152, "num_attention_heads": 16}},
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "deepseek_ocr2": {
@@ -73,10 +78,9 @@ _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "lfm2_vl": {"text_config": _LFM2},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
     "paddleocr_vl": _QWEN_VL,
@@ -140,7 +144,8 @@ def survey(types: Iterable[str]) -> Iterator[BaseType]:
         reason = ""
         try:
             config = _example(name)
-            model_type = config.model_type
+            if name not in tuple(CONFIG_MAPPING):  # a folder
+                model_type = config.model_type
             structure = find_structure(config)
         except UserError as error:
             reason = str(error)
@@ -157,9 +162,9 @@ def _example(model_type: str) -> PretrainedConfig:
         UnsupportedStructureError: transformers has no such type, or its defaults do not fit.
         BaseModelError: the folder has no config.json that can be read.
     """
-    if Path(model_type).exists():
-        return _config_of(Path(model_type))
     if model_type not in tuple(CONFIG_MAPPING):
+        if Path(model_type).exists():
+            return _config_of(Path(model_type))
         raise UnsupportedStructureError(f"model_type {model_type!r:.80}: transformers has none")
     what = f"model_type {model_type!r}: the defaults of its configuration do not fit each other"
     with faults_of_library(what, UnsupportedStructureError):

@@ -64,7 +64,6 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 16),
     (r"index(er)?_head_dim", 32),
-    (r"indexer_budget", 8),
     (r"indexer_compress_ratio", 4),
     (r"index_n_heads", 4),
     (r"q_lora_rank|o_lora_rank", 48),
@@ -76,8 +75,10 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     # Shorter than the texts of the probes, so that these reach beyond a window.
     (r"sliding_window(_size)?|window_size|attention_chunk_size|attention_window_size", 8),
     (r"local_attention|keep_window_size", 8),
-    (r"index_topk|index_topk_blocks", 8),
-    (r"index_block_size", 4),
+    # Sparse attention chooses more tokens than the probes' documents have, so that no rounding
+    # changes the choice, and fewer than a row of them, so that a choice across documents shows.
+    (r"index_topk|indexer_budget", 16),
+    (r"index_topk_blocks|index_block_size", 4),
     # Mixtures of experts.
     (r"(n_routed|num_local|num|moe_num)_experts?", 8),
     # LongCat's experts that give their input: the probes take them for a residual connection.

@@ -31,12 +31,31 @@ def own_tokens_of(
         return None
     if not isinstance(method.own_rows, OwnRows):
         return tuple(range(vocab_size))
+    return frequent_tokens(
+        config,
+        vocab_size,
+        method.own_rows.min_count,
+        setting="method.own_rows.min_count",
+        tokenizer_fingerprint=tokenizer_fingerprint,
+    )
+
+
+def frequent_tokens(
+    config: RunConfig, vocab_size: int, min_count: int, *, setting: str, tokenizer_fingerprint: str
+) -> tuple[int, ...]:
+    """The ids that occur at least `min_count` times in the corpora of role new; `setting` is where
+    that number comes from.
+
+    Raises:
+        ConfigError: no token is as frequent.
+        DataError: as `own_tokens_of`.
+    """
     counts = token_counts(config, "new", vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
-    frequent = np.flatnonzero(counts >= method.own_rows.min_count)
+    frequent = np.flatnonzero(counts >= min_count)
     if not len(frequent):
         raise ConfigError(
-            f"method.own_rows.min_count: expected at most {counts.max()}, how often the most "
-            f"frequent token occurs, found {method.own_rows.min_count}"
+            f"{setting}: expected at most {counts.max()}, how often the most frequent token "
+            f"occurs, found {min_count}"
         )
     return tuple(frequent.tolist())
 

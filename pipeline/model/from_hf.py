@@ -35,6 +35,8 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.([a-z.]+\.)?(weight|bias)$")
+OWN_FORMATS = ("scale", "scale_hosted", "scale_combined")
+"""The `model_type` of folders that this package writes in a format of its own."""
 RESIDUAL_KEY = "widened_residual"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Above every model there is, and far below what Python, torch or a meta device cannot count.
@@ -85,13 +87,12 @@ def read_spec(path: Path) -> DecoderSpec:
 
 def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
-    if model_type == "scale":
+    if model_type in OWN_FORMATS:
         raise BaseModelError(
-            "model_type 'scale': a widened model in its own format cannot be a base; to train it "
-            "further, convert its "
-            "checkpoint with --format expansion and name that folder in `init_expansion`; to widen "
-            "it again, train it with "
-            "norm: base, variant preserve or adapt, and convert it with --format merged"
+            f"model_type {model_type!r}: a widened model in its own format cannot be a base; to "
+            "train it further, convert its checkpoint with --format expansion and name that folder "
+            "in `init_expansion`; to widen it again, train it with norm: base, variant preserve or "
+            "adapt, and convert it with --format merged"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")

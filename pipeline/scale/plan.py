@@ -115,14 +115,7 @@ class ExpansionPlan:
 
         Raises ConfigError if the base has fewer layers.
         """
-        if wanted is None:
-            return self.default_gate_layer
-        if wanted > self.num_layers:
-            raise ConfigError(
-                f"gate.layer: {wanted} is beyond {self.num_layers}, which stands for the stream "
-                f"after the base's last layer; use 0 to {self.num_layers}"
-            )
-        return wanted
+        return checked_gate_layer(wanted, self.default_gate_layer, self.num_layers)
 
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
@@ -261,3 +254,19 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
                 "expected both numbers to be multiples or divisors of parallel.tp_size "
                 f"{tp_size}"
             )
+
+
+def checked_gate_layer(wanted: int | None, default: int, num_layers: int) -> int:
+    """The layer before which a gate reads: `wanted`, the setting gate.layer, or the default.
+
+    Raises:
+        ConfigError: the base has fewer layers.
+    """
+    if wanted is None:
+        return min(default, num_layers)
+    if wanted > num_layers:
+        raise ConfigError(
+            f"gate.layer: {wanted} is beyond {num_layers}, which stands for the stream after the "
+            f"base's last layer; use 0 to {num_layers}"
+        )
+    return wanted

@@ -41,10 +41,22 @@ from pipeline.model.merged_model import describe_serving, merged_unsupported_rea
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.scale.plan import plan_expansion
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.flops import FlopsPerToken, ServedFlops, count_flops, count_served_flops
-from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
+from pipeline.sizing.flops import (
+    FlopsPerToken,
+    ServedFlops,
+    count_difference_flops,
+    count_flops,
+    count_served_flops,
+)
+from pipeline.sizing.memory import (
+    Memory,
+    Parameters,
+    count_parameters,
+    estimate_memory,
+    training_state_bytes,
+)
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
@@ -195,9 +207,12 @@ class Estimator:
             return None
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, "none")
-        assert model.plan is not None, "RunConfig allows a gate with methods scale and lora alone"
-        layer = model.plan.gate_layer(gate.layer)
-        return count_served_flops(model, self.config.data.sequence_length, layer)
+        length = self.config.data.sequence_length
+        if model.plan is None:
+            # Full fine-tuning: a second model, and the base's layers below the gate beside it.
+            layer = checked_gate_layer(gate.layer, GATE_LAYER, self.spec.num_layers)
+            return count_difference_flops(model, length, layer)
+        return count_served_flops(model, length, model.plan.gate_layer(gate.layer))
 
     def estimate(self, choice: Choice) -> Estimate:
         """The cost of the run on the layout `choice`.
@@ -565,6 +580,7 @@ def _model_section(estimator: Estimator) -> str:
     flops = estimator.flops_per_token("none", "nothing")
     lines = [
         ("parameters", str(estimator.parameters)),
+        ("state", _training_state(estimator)),
         (
             "FLOPs",
             f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
@@ -602,6 +618,17 @@ def _model_section(estimator: Estimator) -> str:
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
+
+
+def _training_state(estimator: Estimator) -> str:
+    """What training holds of each trained parameter, which is the price of a method."""
+    parameters = estimator.parameters
+    size = training_state_bytes(parameters, estimator.deepspeed.dtype)
+    each = size / max(1, parameters.trained)
+    return (
+        f"{size / GIB:.2f} GiB over all ranks, {each:.1f} bytes a trained parameter: weight, "
+        "gradient, fp32 copy and moments"
+    )
 
 
 _LAYOUT_COLUMNS = (

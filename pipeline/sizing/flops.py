@@ -194,6 +194,21 @@ def count_served_flops(
     )
 
 
+def count_difference_flops(
+    meta_model: CausalDecoder, sequence_length: int, gate_layer: int
+) -> ServedFlops:
+    """The FLOPs of reading one text at once by a fully fine-tuned model or by its base: a closed
+    text is read by the base, an open one by the other and by the base's layers below `gate_layer`.
+    """
+    tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    with _FlopCount() as whole:
+        meta_model.logits(tokens)
+    with _FlopCount() as lower:
+        meta_model.base_stream(tokens, layer=gate_layer)
+    closed = whole.flops.total() / sequence_length
+    return ServedFlops(closed=closed, open=closed + lower.flops.total() / sequence_length)
+
+
 def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
     """As many FLOPs as the chunks of the loss, in fewer operations."""
     if kl_tokens > 0:

@@ -260,6 +260,15 @@ def checkpoint_bytes(parameters: Parameters) -> int:
     return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
 
 
+def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
+    """What training holds of the trained parameters, over all ranks: weights and gradients in
+    `dtype`, and the optimizer's fp32 copies and moments.
+
+    In 16 bits that is 16 bytes a parameter, and 12 where Muon trains it.
+    """
+    return 2 * parameters.trained * dtype.itemsize + checkpoint_bytes(parameters)
+
+
 def most_checkpoints(config: RunConfig) -> int:
     """The most checkpoints on the disk at once.
 

@@ -1,5 +1,5 @@
-"""Registers models of scale-cpt's format `scale`: with transformers when it is imported, with vLLM
-when vLLM asks.
+"""Registers models of scale-cpt's formats `scale` and `difference`: with transformers when it is
+imported, and those that vLLM runs with vLLM when it asks.
 
 `remote_code` holds the files that exported folders carry: here it is a link to them, in the built
 package a copy.
@@ -9,14 +9,28 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scale_cpt_serving.remote_code.configuration_difference import DifferenceConfig
 from scale_cpt_serving.remote_code.configuration_scale import ScaleConfig
 from scale_cpt_serving.remote_code.configuration_scale_combined import CombinedConfig
+from scale_cpt_serving.remote_code.modeling_difference import DifferenceForCausalLM
 from scale_cpt_serving.remote_code.modeling_scale import ScaleForCausalLM
 from scale_cpt_serving.remote_code.modeling_scale_combined import CombinedForCausalLM
 
-__all__ = ["CombinedConfig", "CombinedForCausalLM", "ScaleConfig", "ScaleForCausalLM", "register"]
+__all__ = [
+    "CombinedConfig",
+    "CombinedForCausalLM",
+    "DifferenceConfig",
+    "DifferenceForCausalLM",
+    "ScaleConfig",
+    "ScaleForCausalLM",
+    "register",
+]
 
-for _config, _model in ((ScaleConfig, ScaleForCausalLM), (CombinedConfig, CombinedForCausalLM)):
+for _config, _model in (
+    (ScaleConfig, ScaleForCausalLM),
+    (CombinedConfig, CombinedForCausalLM),
+    (DifferenceConfig, DifferenceForCausalLM),
+):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForCausalLM.register(_config, _model, exist_ok=True)
 

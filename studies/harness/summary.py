@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
@@ -17,6 +17,7 @@ from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import GATE_LAYER
 from pipeline.sizing.flops import count_flops
 from studies.harness.derived import BY_DOCUMENT, derived_perplexities
 from studies.harness.runs import StudyRun, StudyRuns
@@ -162,4 +163,8 @@ def _inference_cost(config: RunConfig) -> float:
     with torch.device("meta"), torch.no_grad():
         own = training_method(config).build(extended_spec(config, spec), SINGLE, "none")
         base = Decoder(spec)
-        return count_flops(own, length).total / count_flops(base, length).total
+        cost = count_flops(own, length).total / count_flops(base, length).total
+    if config.gate is not None and isinstance(config.method, FullFineTuning):
+        # Of open text: the gate reads the base's lower layers beside the trained model.
+        cost += min(config.gate.layer or GATE_LAYER, spec.num_layers) / spec.num_layers
+    return cost

@@ -66,7 +66,8 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
     states = ["one open", "gate shut", "gate open"]
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("merged", "scale", *states)]
-    several = [f"{name}, {state}" for name in ("4 x 1/8", "own weights") for state in states]
+    kinds = ("4 x 1/8", "own weights", "difference", "difference by layer")
+    several = [f"{name}, {state}" for name in kinds for state in states]
     assert set(rows) == {"base", *several, *names} and rows["base"]["ratio_to_base"] == 1
     assert all(
         row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values()

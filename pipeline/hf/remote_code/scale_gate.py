@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
@@ -187,7 +187,7 @@ def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
     return added
 
 
-def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
+def empty_like(cache: DynamicCache | None, config: PretrainedConfig) -> DynamicCache:
     """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for
     cropping, or not.
     """

@@ -1,0 +1,348 @@
+"""`--format difference`: a base, and in few bits what full fine-tuning changed, for a model with a
+gate.
+
+D = W' − W for every parameter: matrices within layers by groups of columns
+(`hf.remote_code.packed_difference`), gains and biases in 16 bits, and of embedding and output the
+rows of frequent tokens, with one row that all others share. The folder holds the base's weights and
+the code that adds the two, for `transformers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipeline.checkpoint.trained_model import TrainedModel
+from pipeline.conversion.merged import merged_export
+from pipeline.conversion.verify import (
+    FINER,
+    GRANTED,
+    ROUNDINGS,
+    FixedGate,
+    LogitDifference,
+    Probe,
+    Report,
+    compare_texts,
+    worst_of,
+)
+from pipeline.errors import ConversionError, faults_of_library
+from pipeline.hf.base_files import base_config
+from pipeline.hf.config import gate_to_config
+from pipeline.hf.gate_tensors import gate_tensors
+from pipeline.hf.load import load_hf_model
+from pipeline.hf.remote_code.configuration_difference import NEEDED, DifferenceConfig
+from pipeline.hf.remote_code.modeling_difference import (
+    DifferenceForCausalLM,
+    escaped,
+    packed_modules,
+)
+from pipeline.hf.remote_code.packed_difference import (
+    PackedMatrix,
+    PackedRows,
+    bits_of,
+    packed,
+)
+from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
+
+LOST = {4: 0.05, 8: 0.02, 16: 0.02}
+"""By bits: the largest KL(trained || exported) over open tokens, as a share of KL(trained ||
+base)."""
+_RENAMED = {"embed_out.weight": "lm_head.weight"}
+"""Tensors of a folder that transformers' modules call otherwise."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a difference is stored.
+
+    Attributes:
+        bits: of an element of a matrix within layers: 4, 8 or 16.
+        own_tokens: the ids whose rows of embedding and output are stored; None: all.
+    """
+
+    bits: int = 4
+    own_tokens: tuple[int, ...] | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another one: there may be a hundred thousand ids."""
+        ids = hashlib.sha256(str(self.own_tokens).encode()).hexdigest()
+        return {"bits": self.bits, "own_tokens": ids}
+
+
+FOUR_BITS = Packing()
+"""The default: 4 bits, and the rows of all tokens."""
+
+
+@dataclass(frozen=True)
+class DifferenceReport(Report):
+    """The contents of verification.json for a difference.
+
+    The texts are compared with the gate: by the base where it is closed, by the trained model where
+    it is open. `kl` is KL(trained || exported) over all open tokens.
+
+    Attributes:
+        bits: of an element of a matrix within layers.
+        closed_max_abs: the largest difference of a logit from the base's where the gate is closed;
+            anything but 0.0 is not kept.
+        open_tokens: the number of open tokens; all, with the gate held open, if none was.
+        kl_from_base: KL(trained || base) in nats a token, over the open tokens.
+        lost: `kl` as a share of that.
+    """
+
+    bits: int = 4
+    closed_max_abs: float = 0.0
+    open_tokens: int = 0
+    kl_from_base: float = 0.0
+    lost: float = 0.0
+
+
+def difference_export(model: TrainedModel, dtype: torch.dtype, packing: Packing) -> Export:
+    """The base, the packed difference of the trained model from it, and the gate.
+
+    Raises:
+        ConversionError: transformers has no such model of the base's class.
+    """
+    assert model.gate is not None, "checked before"
+    vocab_size = model.spec.vocab_size
+    own_tokens = packing.own_tokens
+    if own_tokens is None:
+        own_tokens = tuple(range(vocab_size))
+    text_config = base_config(model.base.path) | {"dtype": dtype_name(dtype)}
+    config: dict[str, Any] = {
+        "architectures": [DifferenceForCausalLM.__name__],
+        "auto_map": {
+            "AutoConfig": "configuration_difference.DifferenceConfig",
+            "AutoModelForCausalLM": "modeling_difference.DifferenceForCausalLM",
+        },
+        "model_type": DifferenceConfig.model_type,
+        "text_config": text_config,
+        "bits": packing.bits,
+        "own_rows": len(own_tokens) + 1,
+        "unpacked": "once",
+        **gate_to_config(model.gate),
+        "dtype": dtype_name(dtype),
+        "transformers_version": NEEDED,
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name in text_config:
+            config[name] = text_config[name]
+
+    trained = _by_module_name(merged_export(model, dtype).tensors)
+    base = _by_module_name(merged_export(replace(model, untrained=True), dtype).tensors)
+    modules = _modules(config, model.base.path)
+    if set(base) != set(modules):
+        odd = sorted(set(base) ^ set(modules))
+        raise ConversionError(
+            f"{model.base.path}: --format difference: transformers' model of this base and its "
+            f"folder differ in {odd[0]} and {len(odd) - 1} more; use --format merged "
+            "--without-gate"
+        )
+
+    # Of one parameter at a time: its codes and its scales are written one after the other.
+    @lru_cache(maxsize=1)
+    def tensors_of(name: str) -> Mapping[str, Tensor]:
+        # From W as it is stored: W + D is then W' but for the error of D alone.
+        weight = base[name].make().to(dtype).float()
+        difference = trained[name].make().float() - weight
+        return _packed_tensors(modules[name], difference, own_tokens)
+
+    tensors: list[PlannedTensor] = []
+    for name, planned in base.items():
+        tensors.append(replace(planned, name=f"base.{name}"))
+    for name, module in modules.items():
+        for part, like in module.named_buffers():
+            path = f"difference.{escaped(name)}.{part}"
+            make = partial(_part, tensors_of, name, part)
+            tensors.append(PlannedTensor(path, tuple(like.shape), make, like.dtype))
+    tensors += gate_tensors(model.gate, vocab_size)
+    return Export("difference", config, tensors, dtype, code_files(DifferenceForCausalLM))
+
+
+def _part(tensors_of: Any, name: str, part: str) -> Tensor:
+    tensor: Tensor = tensors_of(name)[part]
+    return tensor
+
+
+def _by_module_name(tensors: Sequence[PlannedTensor]) -> dict[str, PlannedTensor]:
+    """The tensors of a merged export, by the names that transformers' modules have for them."""
+    return {_RENAMED.get(planned.name, planned.name): planned for planned in tensors}
+
+
+def _modules(config: Mapping[str, Any], base: Path) -> dict[str, nn.Module]:
+    """The packed modules of every parameter of the base, by the parameter's name, on the meta
+    device.
+    """
+    with (
+        faults_of_library(f"{base}: --format difference: transformers", ConversionError),
+        torch.device("meta"),
+    ):
+        made = DifferenceConfig(**config)
+        modules = packed_modules(AutoModelForCausalLM.from_config(made.text_config), made)
+    return {name.replace("/", "."): module for name, module in modules.items()}
+
+
+def _packed_tensors(
+    module: nn.Module, difference: Tensor, own_tokens: Sequence[int]
+) -> dict[str, Tensor]:
+    """The values of a packed module's buffers."""
+    if isinstance(module, PackedMatrix):
+        codes, scales = packed(difference, module.bits)
+        return {"codes": codes} if scales is None else {"codes": codes, "scales": scales}
+    if not isinstance(module, PackedRows):
+        return {"codes": bits_of(difference)}
+    own = torch.tensor(own_tokens)
+    is_other = torch.ones(len(difference), dtype=torch.bool)
+    is_other[own] = False
+    # The mean has the smallest squared error of all rows that the others could share.
+    shared = difference.new_zeros(1, difference.shape[1])
+    if is_other.any():
+        shared = difference[is_other].mean(0, keepdim=True)
+    row_of_token = torch.full((len(difference),), len(own), dtype=torch.int32)
+    row_of_token[own] = torch.arange(len(own), dtype=torch.int32)
+    codes = bits_of(torch.cat([difference[own], shared]))
+    return {"codes": codes, "row_of_token": row_of_token}
+
+
+def stored_sizes(export: Export) -> dict[str, Any]:
+    """What a difference takes on disk, for conversion.json.
+
+    `stored_x` is what base and difference take together, over a base in 16 bits.
+    """
+    base = 0
+    difference = 0
+    for tensor in export.tensors:
+        if tensor.name.startswith("base."):
+            base += prod(tensor.shape)
+        else:
+            difference += prod(tensor.shape) * (tensor.dtype or export.dtype).itemsize
+    return {
+        "bits": export.config["bits"],
+        "own_rows": export.config["own_rows"],
+        "base_parameters": base,
+        "difference_bytes": difference,
+        "stored_x": 1 + difference / (2 * base),
+    }
+
+
+@torch.no_grad()
+def verify_difference(
+    model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype
+) -> DifferenceReport:
+    """Compares what `transformers` makes of `folder` with the base, and with the trained model.
+
+    The gate's decisions must be those of training, but where rounding explains another. A closed
+    token's logits must be the base's, as transformers computes them, to the bit. Over the open
+    tokens, KL(trained || exported) may be LOST of KL(trained || base), or what rounding alone may
+    make.
+
+    Raises:
+        ConversionError: one of these does not hold.
+    """
+    assert model.gate is not None, "checked before"
+    windows = list(chain.from_iterable(probe.values()))
+    gate = FixedGate.of(model.gate)
+    untrained = replace(model, untrained=True, gate=None)
+    for precision in (dtype, FINER[dtype]):
+        decoder, _ = untrained.streamed(precision)
+        tokens = nn.utils.rnn.pad_sequence(windows, batch_first=True)
+        gate.is_open(decoder.base_stream(tokens, layer=gate.layer))
+    trained = replace(model, gate=None).logits(windows, dtype)
+    finer = replace(model, gate=None).logits(windows, FINER[dtype])
+
+    exported = load_hf_model(folder, dtype)
+    original = load_hf_model(model.base.path, dtype)
+    of_base: list[Tensor] = []
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    opens: list[Tensor] = []
+    handle = gate.fix_in(exported.token_gate, windows, str(folder))
+    for number, window in enumerate(windows):
+        text = window.unsqueeze(0)
+        logits = exported(text, use_cache=False).logits[0]
+        base_logits = original(text, use_cache=False).logits[0]
+        is_open = gate.passes[0][number, : len(window)] > gate.threshold
+        is_open |= gate.opens_id(window)
+        if not torch.equal(logits[~is_open], base_logits[~is_open]):
+            raise ConversionError(
+                f"{folder}: where the gate is closed, its logits are not the base's to the bit; "
+                "not kept: report it"
+            )
+        opens.append(is_open)
+        of_base.append(base_logits.float())
+        found.append(logits.float())
+        expected.append(torch.where(is_open[:, None], trained[number], of_base[number]))
+    handle.remove()
+    texts = compare_texts(probe, expected, found)
+    if not any(is_open.any() for is_open in opens):
+        # Nothing opens: the difference is checked on all tokens, with the gate held open.
+        exported.token_gate.threshold = -torch.inf
+        opens = [torch.ones_like(is_open) for is_open in opens]
+        found = [exported(window.unsqueeze(0), use_cache=False).logits[0] for window in windows]
+
+    kl = _mean_kl(trained, found, opens)
+    from_base = _mean_kl(trained, of_base, opens)
+    report = DifferenceReport(
+        max_abs=worst_of(texts).max_abs,
+        kl=kl,
+        dtype=dtype_name(dtype),
+        top1_agreement=min(text.top1_agreement for text in texts.values()),
+        rounding=LogitDifference(kl=_mean_kl(finer, trained, opens)),
+        texts=texts,
+        bits=exported.config.bits,
+        open_tokens=sum(int(is_open.sum()) for is_open in opens),
+        kl_from_base=from_base,
+        lost=kl / from_base if from_base > 0 else 0.0,
+    )
+    _check_lost(report, GRANTED[dtype], str(folder))
+    return report
+
+
+def _mean_kl(
+    expected: Sequence[Tensor], found: Sequence[Tensor], counts: Sequence[Tensor]
+) -> float:
+    """KL(expected || found) in nats a token, over the tokens that count.
+
+    expected, found: logits [S, V] of each window; counts: bool [S] of each.
+    """
+    total = 0.0
+    tokens = 0
+    for z_expected, z_found, is_counted in zip(expected, found, counts, strict=True):
+        # In fp64: KL sums differences of nearly equal numbers over the vocabulary.
+        p = F.log_softmax(z_expected[is_counted].double(), dim=-1)
+        q = F.log_softmax(z_found[is_counted].double(), dim=-1)
+        total += float((p.exp() * (p - q)).sum())
+        tokens += int(is_counted.sum())
+    return total / tokens
+
+
+def _check_lost(report: DifferenceReport, granted: LogitDifference, folder: str) -> None:
+    """Raises ConversionError if more of what was learned is lost than the bits explain."""
+    by_bits = LOST[report.bits] * report.kl_from_base
+    most = max(by_bits, granted.kl, ROUNDINGS * report.rounding.kl)
+    if not report.kl <= most:  # written so that a NaN fails
+        raise ConversionError(
+            f"{folder}: where it is open it differs from the trained model by {report.kl:.3g} nats "
+            f"a token, expected at most {most:.3g}, {LOST[report.bits]:.0%} of what training "
+            "changed; not kept: take more --bits, or a smaller --min-count"
+        )
+
+
+def describe_difference(report: DifferenceReport) -> str:
+    """What was found, for the log."""
+    return (
+        f"verified in {report.dtype}: closed text is the base's to the bit; of what training "
+        f"changed in open text, {report.bits} bits lose {100 * report.lost:.2g} % (KL "
+        f"{report.kl:.2g} of {report.kl_from_base:.2g} nats a token)"
+    )

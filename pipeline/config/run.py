@@ -31,8 +31,8 @@ class OpenIdSettings(Section):
     """Ids that the gate opens whatever their score, because old text hardly ever has them."""
 
     min_count: PositiveInt = 20
-    """how often an id must occur in the corpora of role new; its share of them must also be ten
-    times the share that it may have in old text"""
+    """how often an id must occur in the corpora of role new; its share of them must also be a
+    hundred times its share of old text"""
 
 
 class GateSettings(Section):

@@ -212,6 +212,13 @@ def test_without_a_cool_down_it_ends_at_once(tmp_path):
         (
             {
                 "validation__stop_after": 2,
+                "stages": [{"name": "one", "steps": 2}, {"name": "two", "steps": 4}],
+            },
+            "validation.stop_after: not with `stages`",
+        ),
+        (
+            {
+                "validation__stop_after": 2,
                 "data__corpora__korean": {"input": ["a.jsonl"]},
             },
             "validation.stop_after: needs a corpus of role new with a held-out part",

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_object
@@ -33,6 +33,8 @@ _NOT_RECORDED = (
     "transformers_version",
     "use_cache",
 )
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What types call the number by which they cap logits."""
 _HEAD_DIM = 64
 """The size of an added head where the base has no heads, or heads of a size that suits none."""
 _LARGEST_HEAD = 256
@@ -189,7 +191,7 @@ def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) 
     handle = twin.get_submodule(structure.output).register_forward_hook(keep)
     logits = twin(input_ids=tokens, use_cache=False).logits
     handle.remove()
-    body = _body_name(twin, tokens, seen["states"])
+    body = _body_name(twin, structure, tokens, seen["states"])
     for scale, softcap in _formulas(config):
         found = seen["products"].float()
         found = found / scale.factor if scale.divides else found * scale.factor
@@ -203,12 +205,14 @@ def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) 
     )
 
 
-def _body_name(twin: Any, tokens: Tensor, states: Tensor) -> str:
+def _body_name(twin: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
     """The module whose last hidden states the output map reads."""
-    candidates = [twin.base_model, twin.get_decoder()]
+    around_layers, _, _ = structure.layer_list.rpartition(".")
+    candidates = [twin.base_model, twin.get_decoder(), twin.get_submodule(around_layers)]
     names = {module: name for name, module in twin.named_modules()}
     for module in candidates:
-        if module is twin or module not in names:
+        # For some types transformers names the model itself, or a map, as its body.
+        if module is twin or not isinstance(module, PreTrainedModel):
             continue
         found = getattr(module(input_ids=tokens, use_cache=False), "last_hidden_state", None)
         if found is not None and torch.equal(found, states):
@@ -222,7 +226,7 @@ def _body_name(twin: Any, tokens: Tensor, states: Tensor) -> str:
 def _formulas(config: PretrainedConfig) -> Iterator[tuple[LogitScale, float | None]]:
     """What a base may do to the products of its output map, by the numbers of its config."""
     text = config.get_text_config(decoder=True)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    softcap = _first(text, *_SOFTCAPS)
     yield LogitScale(), None
     if softcap:
         yield LogitScale(), softcap

@@ -102,7 +102,11 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
         text = windows.tokens[row : row + 1]
         targets = windows.targets[row : row + 1]
         states = model.base(text, output_hidden_states=True, use_cache=False).hidden_states
-        opens = model.token_gate(states[model.config.gate_layer], None, None, None)[0, :, 0]
+        opens = model.token_gate(states[model.config.gate_layer], None, None, None)
+        by_id = model.token_gate.opens_id(text)
+        if by_id is not None:
+            opens = opens | by_id
+        opens = opens[0, :, 0]
         if opens[0] or not opens.any():
             continue
         first = int(opens.nonzero()[0])

@@ -31,8 +31,10 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
     length = 8192 if setting.on_gpu else 64
     cases = [(method, "none", "bf16") for method in ("fft", "lora", "preserve", "adapt", "route")]
     cases += [("adapt", "all", "bf16"), ("adapt", "none", "nf4"), ("adapt", "all", "nf4")]
+    cases += [("adapt", f"all but {kept}", "bf16") for kept in ("attention", "products")]
     for method, checkpointing, precision in cases:
         name = f"{method}, checkpointing {checkpointing}, base in {precision}"
+        recomputed, _, kept = checkpointing.partition(" but ")
         path = write_config(
             setting,
             "memory",
@@ -48,12 +50,18 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
                 "micro_batch_size": 1,
                 "learning_rate": 1e-4,
             },
-            activation_checkpointing=checkpointing,
+            activation_checkpointing=recomputed,
+            recomputation_keeps=kept or "nothing",
             base_precision=precision,
         )
         config = load_config(path)
         costs = measure_micro_batch(
-            config, spec, 1, config.activation_checkpointing, torch.bfloat16
+            config,
+            spec,
+            1,
+            config.activation_checkpointing,
+            torch.bfloat16,
+            config.recomputation_keeps,
         )
         estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
         with default_dtype(torch.bfloat16), setting.device:

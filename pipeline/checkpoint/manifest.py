@@ -75,6 +75,18 @@ class StepRecord(NamedTuple):
     gradient_norm: float
 
 
+class CoolDown(NamedTuple):
+    """The end of a run that stops early: its learning rate falls along a line.
+
+    `first_step` and `last_step` are how many steps are done where it begins and ends;
+    `learning_rate` is the schedule's where it begins.
+    """
+
+    first_step: int
+    last_step: int
+    learning_rate: float
+
+
 class Position(_ManifestSection):
     """The progress of a run, and everything needed to resume it exactly.
 
@@ -94,6 +106,9 @@ class Position(_ManifestSection):
         initial_nll_per_token: the score of each held-out corpus before the first step, from which
             forgetting is measured.
         recent: the last steps that changed the weights, oldest first.
+        lowest_nll_per_token: the lowest score of the new text so far; None before the first one.
+        validations_without_gain: how many validations in a row were not below it.
+        cool_down: the end of a run that stops early; None until that is decided.
     """
 
     step: int = 0
@@ -105,6 +120,16 @@ class Position(_ManifestSection):
     learning_rate_factor: float = 1.0
     initial_nll_per_token: dict[str, float] = {}
     recent: tuple[StepRecord, ...] = ()
+    lowest_nll_per_token: float | None = None
+    validations_without_gain: int = 0
+    cool_down: CoolDown | None = None
+
+    def last_step(self, config: RunConfig) -> int:
+        """After how many steps the run ends: its schedule's, or the last one of its cool-down."""
+        # A run whose `stop_after` was removed goes on by its schedule.
+        if self.cool_down is None or config.validation.stop_after is None:
+            return config.schedule.steps
+        return min(self.cool_down.last_step, config.schedule.steps)
 
     def changed(self, **changes: object) -> Position:
         return self.model_copy(update=changes)

@@ -43,6 +43,7 @@ from pipeline.checks.input_checks import (
     check_sampling_settings,
     check_self_generated,
     check_start,
+    check_tasks,
     check_texts,
     check_tokenizer,
     check_trackers,
@@ -65,6 +66,7 @@ _CONFIG_CHECKS: tuple[InputCheck, ...] = (
     check_deepspeed_config,
     check_profile,
     check_trackers,
+    check_tasks,
 )
 _BASE_CHECKS: tuple[InputCheck, ...] = (
     check_base,

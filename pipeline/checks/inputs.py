@@ -38,6 +38,8 @@ from pipeline.errors import (
     DamagedCheckpointError,
     UserError,
 )
+from pipeline.evaluation.benchmarks import Tasks
+from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.hosted.bases import open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
@@ -82,7 +84,8 @@ class Samples(NamedTuple):
 class RunInputs:
     """What a run reads. Each property is opened when it is first read, and raises a UserError then.
 
-    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer.
+    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer and
+    lm-eval's tasks.
 
     Args:
         config: The run.
@@ -101,6 +104,8 @@ class RunInputs:
         # Objects of Rust and C++ libraries, which cannot all be pickled; the other ranks need the
         # fingerprint alone.
         state.pop("tokenizer", None)
+        # lm-eval runs on rank 0 alone.
+        state.pop("tasks", None)
         return state
 
     def get_or_none(self, name: str) -> Any:
@@ -175,6 +180,11 @@ class RunInputs:
         return self.tokenizer.fingerprint
 
     @cached_property
+    def tasks(self) -> Tasks:
+        """lm-eval's tasks of `validation.tasks`, with their documents."""
+        return load_training_tasks(self.config)
+
+    @cached_property
     def compared_texts(self) -> list[str]:
         """Beginnings of the run's texts on this machine, on which tokenizers are compared."""
         return list(run_texts(self.config))
@@ -222,7 +232,7 @@ class RunInputs:
                 continue  # Resuming reports it, and takes the one before.
             # A run whose schedule.steps was raised goes on.
             step = manifest.position.step
-            finished = is_trained(config.folder) and step >= config.schedule.steps
+            finished = is_trained(config.folder) and step >= manifest.position.last_step(config)
             self._check_continues(checkpoint, manifest, finished=finished)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, step)

@@ -31,8 +31,8 @@ class OpenIdSettings(Section):
     """Ids that the gate opens whatever their score, because old text hardly ever has them."""
 
     min_count: PositiveInt = 20
-    """how often an id must occur in the corpora of role new; its share of them must also be ten
-    times the share that it may have in old text"""
+    """how often an id must occur in the corpora of role new; its share of them must also be a
+    hundred times its share of old text"""
 
 
 class GateSettings(Section):
@@ -186,8 +186,8 @@ class Forgetting(Section):
     max_increase: PositiveFloat | None = None
     """largest growth of the held-out perplexity since step 0, as a fraction; default: no limit"""
     max_kl_from_base: PositiveFloat | None = None
-    """largest KL(base || model) in nats per token, on the first held-out batch of role replay;
-    default: no limit"""
+    """largest KL(base || model) in nats per token, on the first held-out batch of validation.probe,
+    or of role replay; default: no limit"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
     """what happens beyond either limit: a warning in the log (warn), saving and ending the run
     (stop), or a lower learning rate for the rest of the run (lower_learning_rate)"""
@@ -230,6 +230,42 @@ class ValidationSettings(Section):
     too"""
     max_sequences: PositiveInt = 64
     """most sequences that are scored of each held-out part"""
+    probe: CorpusName | None = None
+    """corpus with a held-out part, of any role, on whose first held-out batch the drift from the
+    base is measured; default: the first corpus of role replay"""
+    prompts: list[str] = []
+    """texts that the model continues at each validation, each token the likeliest; the
+    continuations go to TensorBoard and the trackers"""
+    prompt_tokens: PositiveInt = 64
+    """number of tokens by which each prompt is continued"""
+    tasks: list[str] = []
+    """lm-eval's tasks that the model in training answers, those with choices alone
+    (docs/evaluation.md)"""
+    tasks_every: PositiveInt = 1
+    """number of validations from one answering of the tasks to the next; the first and the last
+    step's validations have one, too"""
+    tasks_limit: PositiveInt | None = None
+    """most questions of each task, the first ones; default: all"""
+    few_shot: NonNegativeInt | None = None
+    """solved examples before each question of a task; default: the task's own number"""
+    tasks_folder: Path | None = None
+    """folder of your own tasks in lm-eval's format, whose Python code is run; default: none"""
+    stop_after: PositiveInt | None = None
+    """number of validations in a row without a lower nll_per_token on the new text, after which the
+    run cools down and ends (docs/stability.md); default: the run ends with its schedule"""
+    cool_down_steps: NonNegativeInt = 0
+    """steps over which the learning rate falls to its end before a run that `stop_after` stops
+    ends"""
+
+    @model_validator(mode="after")
+    def _settings_belong_together(self) -> ValidationSettings:
+        if self.cool_down_steps and self.stop_after is None:
+            raise ValueError("cool_down_steps: belongs to stop_after; set it, or remove this")
+        if self.tasks_folder is not None and not self.tasks:
+            raise ValueError("tasks_folder: belongs to tasks; name some, or remove it")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise ValueError("prompts: expected texts, found an empty one")
+        return self
 
 
 class CheckpointSettings(Section):
@@ -395,17 +431,51 @@ class RunConfig(Section):
             )
         # Forgetting is measured on held-out replay alone: without any, a limit would silently never
         # apply.
-        has_limit = limits.max_increase is not None or limits.max_kl_from_base is not None
-        if has_limit and not self._has_heldout_replay():
-            raise ValueError("forgetting: needs a corpus of role replay with a held-out part")
+        has_probe = self.validation.probe is not None or self._has_heldout_replay()
+        lacks_text = limits.max_increase is not None and not self._has_heldout_replay()
+        if lacks_text or (limits.max_kl_from_base is not None and not has_probe):
+            raise ValueError(
+                "forgetting: needs a corpus of role replay with a held-out part, or, for "
+                "max_kl_from_base, validation.probe"
+            )
         return self
 
     def _has_heldout_replay(self) -> bool:
-        for corpus in self.data.corpora.values():
-            has_heldout = corpus.heldout_input or corpus.heldout_fraction
-            if corpus.role == "replay" and has_heldout:
+        for name, corpus in self.data.corpora.items():
+            if corpus.role == "replay" and self._has_heldout(name):
                 return True
         return False
+
+    @model_validator(mode="after")
+    def _validation_has_text(self) -> RunConfig:
+        probe = self.validation.probe
+        if probe is not None:
+            if probe not in self.data.corpora or not self._has_heldout(probe):
+                raise ValueError(
+                    f"validation.probe: {probe} is no corpus with a held-out part; set "
+                    "heldout_input or heldout_fraction of one"
+                )
+            if isinstance(self.method, (FullFineTuning, Freeze)):
+                raise ValueError(
+                    f"validation.probe: method {self.method.name} keeps no base to compare with; "
+                    "remove it"
+                )
+        if self.validation.stop_after is not None and self.stages:
+            raise ValueError(
+                "validation.stop_after: not with `stages`, of which one that gains nothing may "
+                "come before one that does; remove one of the two"
+            )
+        new = [name for name, corpus in self.data.corpora.items() if corpus.role == "new"]
+        if self.validation.stop_after is not None and not any(map(self._has_heldout, new)):
+            raise ValueError(
+                "validation.stop_after: needs a corpus of role new with a held-out part; set its "
+                "heldout_input or heldout_fraction"
+            )
+        return self
+
+    def _has_heldout(self, name: str) -> bool:
+        corpus = self.data.corpora[name]
+        return bool(corpus.heldout_input or corpus.heldout_fraction)
 
     @property
     def gate_negatives(self) -> list[str]:

@@ -63,6 +63,7 @@ def load_tasks(
     include: Path | None = None,
     few_shot: int | None = None,
     limit: int | None = None,
+    setting: str = "--tasks",
 ) -> Tasks:
     """lm-eval's tasks and groups, whose data sets it downloads from the Hub or has in its cache.
 
@@ -72,6 +73,7 @@ def load_tasks(
         few_shot: the number of solved examples before each question; default: the task's own
             number. BLiMP never has any.
         limit: take the first documents of each task.
+        setting: what names the tasks, for errors.
 
     Raises:
         MissingPackageError: lm-eval is not installed.
@@ -86,13 +88,13 @@ def load_tasks(
         fault = _missing(error)
         raise fault from None
     datasets.disable_progress_bars()
-    given = f"--tasks {' '.join(names)}"
+    given = f"{setting} {' '.join(names)}"
     manager = _task_manager(names, include, given)
     for name in names:
         if name not in manager.task_index:
             where = "lm-eval has" if include is None else f"lm-eval and {include} have"
             raise ConfigError(
-                f"--tasks {name}: {where} no such task; `lm-eval ls tasks` lists them"
+                f"{setting} {name}: {where} no such task; `lm-eval ls tasks` lists them"
             )
     unreadable = f"{given}: documents cannot be read; download them where there is a network"
     with faults_of_library(unreadable, DataError):

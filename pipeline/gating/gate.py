@@ -66,11 +66,18 @@ class FittedGate:
 
     def opens_id(self, tokens: Tensor) -> Tensor:
         """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
-        return torch.isin(tokens, self._open_id_tensor.to(tokens.device))
+        if not self.open_ids:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        if tokens.device not in self._open_ids_on:
+            # Copied to a device once: the host would wait for a copy in every pass.
+            ids = torch.tensor(self.open_ids, dtype=torch.long, device="cpu")
+            self._open_ids_on[tokens.device] = ids.to(tokens.device)
+        return torch.isin(tokens, self._open_ids_on[tokens.device])
 
     @cached_property
-    def _open_id_tensor(self) -> Tensor:
-        return torch.tensor(self.open_ids, dtype=torch.long, device="cpu")
+    def _open_ids_on(self) -> dict[torch.device, Tensor]:
+        """The ids that are open whatever their score, by device."""
+        return {}
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -11,8 +11,8 @@ UNSEEN_COUNT = 3.0
 """What does not occur among N tokens has a share below UNSEEN_COUNT / N of such text, with a
 confidence of 95 %: (1 - 3 / N) ** N is e ** -3. (The rule of three: Hanley and Lippman-Hand 1983.)
 """
-RATIO = 10.0
-"""By how much the share of new text must be larger than the share that old text may have."""
+RATIO = 100.0
+"""By how much an id's share of new text must be larger than its share of old text."""
 
 Counts = npt.NDArray[np.int64]
 """How often each id occurs: [V]."""
@@ -38,10 +38,11 @@ NO_OPEN_IDS = OpenIds((), 0.0, 0.0)
 def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozenset[int]) -> OpenIds:
     """The ids that new text has often, and old text hardly ever.
 
-    An id opens if it occurs at least `min_count` times in the new text, and its share of the new
-    text is RATIO times the share that it may have in old text, by what was read of that. So no id
-    opens only because little old text was read, or very much new text; and a word of the new
-    language that the base once wrote in other text does not keep its id closed.
+    An id opens if it occurs at least `min_count` times in the new text, if its share of the new
+    text is above the share that one may have in old text without occurring in what was read of it,
+    and above RATIO times the share that it has in that. So no id opens only because little old text
+    was read, or very much new text; and a word of the new language that the base once wrote in
+    other text does not keep its id closed.
 
     Args:
         new: the counts of the new text.
@@ -51,8 +52,8 @@ def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozense
     """
     read_of_new = max(1, int(new.sum()))
     read_of_old = max(1, int(old.sum()))
-    may_be_old = (old + UNSEEN_COUNT) / read_of_old
-    is_open = (new >= min_count) & (new / read_of_new > RATIO * may_be_old)
+    least_share = np.maximum(UNSEEN_COUNT, RATIO * old) / read_of_old
+    is_open = (new >= min_count) & (new / read_of_new > least_share)
     is_open[[token for token in never if token < len(new)]] = False
     return OpenIds(
         ids=tuple(np.flatnonzero(is_open).tolist()),

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config.method import Initialisers
 from pipeline.hosted.added_blocks import block_names
 from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.input_scales import LAST, input_scales
 from pipeline.hosted.structure import HostedBlock
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
 from pipeline.model.initial_expansion import BlockSource, linear_blocks
@@ -148,9 +149,21 @@ def _blocks(
                     continue
                 yield from linear_blocks(f"{path}.{leaf}", module, base, source)
 
-    for name, shape in source.shapes.items():
-        if name.endswith("_norm.weight") and not name.startswith("base."):
-            yield name, torch.ones(shape)
+    yield from _gains(model, whole_base, source)
+
+
+def _gains(
+    model: HostedDecoder, whole_base: nn.Module, source: BlockSource
+) -> Iterator[tuple[str, Tensor]]:
+    """The gains of x_up's norms: x̂_up is as large as the x beside it, so that the maps of both
+    streams, and W_out^up, see values on one scale."""
+    scales = input_scales(whole_base, model.spec)
+    for index, layer in enumerate(model.spec.structure.layers):
+        for number, block_name in enumerate(block_names(layer.blocks)):
+            name = f"layers.{index}.{block_name}.stream_norm.weight"
+            yield name, torch.full(source.shapes[name], scales[index, number])
+    name = "final_norm.weight"
+    yield name, torch.full(source.shapes[name], scales[LAST])
 
 
 def _matrices_of_block(layer: nn.Module, block: HostedBlock, size: int) -> BlockMatrices:

@@ -7,7 +7,7 @@ additivity.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +16,9 @@ from transformers import PreTrainedModel
 
 from pipeline.errors import faults_of_library
 from pipeline.hosted import probes
-from pipeline.hosted.calls import HIDDEN_STATES, Call, Calls, called_children, matrices, record
-from pipeline.hosted.probes import Batch
-from pipeline.hosted.structure import (
-    BlockKind,
-    HostedBlock,
-    HostedLayer,
-    UnsupportedStructureError,
-)
+from pipeline.hosted.blocks import BATCH, FoundBlock, find_blocks, same_blocks
+from pipeline.hosted.calls import HIDDEN_STATES, Call, Calls, matrices, record
+from pipeline.hosted.structure import HostedBlock, HostedLayer, UnsupportedStructureError
 from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN
 
 SMALLEST_SHARE = 0.6
@@ -32,29 +27,6 @@ hold."""
 SMALLEST_ADDITIVITY = 0.2
 """Below, an addition to a block's output goes through a map of the base before it reaches the
 stream."""
-_BATCH = Batch(rows=2, length=12)
-
-
-@dataclass
-class _Found:
-    """A block that is being found: the call whose input is read, the one whose output is added to,
-    and what the blocks' record says."""
-
-    entry: Call
-    end: Call
-    kind: BlockKind
-    within_residual: bool = False  # inside a module with a residual connection of its own
-    shares_keys: bool = False
-    reads: tuple[int, ...] = ()
-    additivity: float = 1.0
-
-
-@dataclass
-class _Walk:
-    """What a walk through the modules of a layer collects."""
-
-    blocks: list[_Found] = field(default_factory=list)
-    linear_maps: list[Call] = field(default_factory=list)  # outside of all blocks
 
 
 def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
@@ -63,7 +35,7 @@ def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
     Raises:
         UnsupportedStructureError: they cannot be hosted.
     """
-    ids = torch.arange(_BATCH.tokens).view(_BATCH.rows, _BATCH.length) * 5
+    ids = torch.arange(BATCH.tokens).view(BATCH.rows, BATCH.length) * 5
     inputs = {"input_ids": ids % (FIRST_SPECIAL_TOKEN - 20) + 20, "use_cache": False}
     what = f"{type(twin).__name__} does not run on text alone"
     with faults_of_library(what, UnsupportedStructureError):
@@ -72,14 +44,14 @@ def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
     names = {module: name for name, module in twin.named_modules()}
     width = _checked_width(twin, called, calls)
 
-    found: list[list[_Found]] = []
+    found: list[list[FoundBlock]] = []
     first_of_kind: dict[Hashable, int] = {}
     for index, layer in enumerate(called.values()):
         first = first_of_kind.setdefault(_layer_kind(layer), index)
         if first == index:
-            found.append(_find_blocks(layer, calls, width, names))
+            found.append(find_blocks(layer, calls, width, names))
         else:
-            found.append(_same_blocks(found[first], list(called.values())[first], layer, calls))
+            found.append(same_blocks(found[first], list(called.values())[first], layer, calls))
     _find_shared_keys(twin, inputs, calls, found)
     for index, (layer, blocks) in enumerate(zip(called.values(), found, strict=True)):
         _find_reach(calls[layer][0], blocks, names)
@@ -165,7 +137,7 @@ def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls
         UnsupportedStructureError: layers run on other positions than the text's.
     """
     stream = calls[next(iter(called.values()))][0].output
-    text = (_BATCH.rows, _BATCH.length)
+    text = (BATCH.rows, BATCH.length)
     shapes = [tuple(stream.shape[at : at + 2]) for at in range(stream.dim() - 2)]
     if text not in shapes:
         raise UnsupportedStructureError(
@@ -188,114 +160,11 @@ def _layer_kind(layer: nn.Module) -> Hashable:
     return tuple(parts)
 
 
-def _find_blocks(
-    layer: nn.Module, calls: Calls, width: int, names: Mapping[nn.Module, str]
-) -> list[_Found]:
-    """The blocks of a layer, in the order in which they run.
-
-    Raises:
-        UnsupportedStructureError: there are none, or one cannot be hosted.
-    """
-    walk = _Walk()
-    _walk(layer, calls, width, names, walk)
-    _add_bare_ffn(walk, width)
-    if not walk.blocks:
-        raise UnsupportedStructureError(
-            f"{names[layer]} ({type(layer).__name__}): neither a token mixer nor an FFN found"
-        )
-    return sorted(walk.blocks, key=lambda block: block.entry.place)
-
-
-def _same_blocks(
-    blocks: list[_Found], layer: nn.Module, other: nn.Module, calls: Calls
-) -> list[_Found]:
-    """The blocks of the layer `other`, which is of the kind of `layer` with these `blocks`."""
-    names = {module: name for name, module in layer.named_modules()}
-    same: list[_Found] = []
-    for block in blocks:
-        entry = calls[other.get_submodule(names[block.entry.module])][0]
-        end = calls[other.get_submodule(names[block.end.module])][0]
-        same.append(_Found(entry, end, block.kind, block.within_residual))
-    return same
-
-
-def _walk(
-    module: nn.Module,
-    calls: Calls,
-    width: int,
-    names: Mapping[nn.Module, str],
-    walk: _Walk,
-    within_residual: bool = False,
-) -> None:
-    """Collects the blocks within `module`. One that holds a residual connection is entered.
-
-    Raises:
-        UnsupportedStructureError: a block is called several times, or is not causal.
-    """
-    for child in called_children(module, calls):
-        if not matrices(child):
-            continue
-        call = calls[child][0]
-        if not _treats_tokens(call):
-            _walk(child, calls, width, names, walk, within_residual)
-            continue
-        if len(matrices(child)) >= 2 and call.output.shape[-1] == width:
-            kind = _kind(child, calls, names)
-            if kind is None:
-                _walk(child, calls, width, names, walk, within_residual=True)
-            else:
-                walk.blocks.append(_Found(call, call, kind, within_residual))
-        elif any(True for _ in child.children()):
-            _walk(child, calls, width, names, walk, within_residual)
-        else:
-            walk.linear_maps.append(call)
-
-
-def _treats_tokens(call: Call) -> bool:
-    """Whether a module has a row for each token in its input and in its output."""
-    output = call.output
-    if call.argument is None or not isinstance(output, Tensor):
-        return False
-    return output.is_floating_point() and output.shape[:-1].numel() == _BATCH.tokens
-
-
-def _kind(module: nn.Module, calls: Calls, names: Mapping[nn.Module, str]) -> BlockKind | None:
-    """What kind of block a module is; None: it holds a residual connection.
-
-    Raises:
-        UnsupportedStructureError: it is called several times, or is not causal.
-    """
-    if len(calls[module]) != 1:
-        raise UnsupportedStructureError(
-            f"{names[module]} is called {len(calls[module])} times in one forward pass"
-        )
-    behaviour = probes.behaviour(calls[module][0], _BATCH)
-    if behaviour == "not causal":
-        raise UnsupportedStructureError(
-            f"{names[module]} is not causal: a change at token {_BATCH.changed} moved an earlier "
-            "one"
-        )
-    if behaviour == "residual":
-        return None
-    return "mixer" if behaviour == "mixer" else "ffn"
-
-
-def _add_bare_ffn(walk: _Walk, width: int) -> None:
-    """Adds an FFN that is two linear maps in the layer's own code, as in BART and OPT."""
-    if any(block.kind == "ffn" for block in walk.blocks):
-        return
-    for first, second in zip(walk.linear_maps, walk.linear_maps[1:], strict=False):
-        inner = first.output.shape[-1]
-        widths = (first.hidden.shape[-1], second.output.shape[-1])
-        if widths == (width, width) and inner == second.hidden.shape[-1] != width:
-            walk.blocks.append(_Found(first, second, "ffn"))
-
-
 def _find_shared_keys(
-    twin: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[_Found]]
+    twin: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[FoundBlock]]
 ) -> None:
     """Corrects blocks that seem to treat each token alone but attend to another layer's keys."""
-    local: list[_Found] = []
+    local: list[FoundBlock] = []
     for blocks in found:
         local += [block for block in blocks if block.kind == "ffn" and block.entry is block.end]
     modules = [block.end.module for block in local]
@@ -306,7 +175,7 @@ def _find_shared_keys(
             block.shares_keys = True
 
 
-def _find_reach(layer: Call, blocks: list[_Found], names: Mapping[nn.Module, str]) -> None:
+def _find_reach(layer: Call, blocks: list[FoundBlock], names: Mapping[nn.Module, str]) -> None:
     """Fills in what the blocks of a layer read, and their additivity.
 
     Raises:
@@ -323,7 +192,7 @@ def _find_reach(layer: Call, blocks: list[_Found], names: Mapping[nn.Module, str
             blocks[later].reads = (*blocks[later].reads, index)
 
 
-def _without_gates(blocks: list[_Found]) -> list[_Found]:
+def _without_gates(blocks: list[FoundBlock]) -> list[FoundBlock]:
     """The blocks but for gates: "FFNs" within a module with a residual, which do not add to the
     stream but scale it."""
     kept: dict[int, int] = {}
@@ -339,7 +208,7 @@ def _without_gates(blocks: list[_Found]) -> list[_Found]:
 def _check_blocks(
     twin: PreTrainedModel,
     calls: Calls,
-    found: list[list[_Found]],
+    found: list[list[FoundBlock]],
     names: Mapping[nn.Module, str],
 ) -> None:
     """Checks that blocks are what the model mainly consists of, and that one can add to them.
@@ -365,7 +234,7 @@ def _check_blocks(
         )
 
 
-def _share(twin: PreTrainedModel, calls: Calls, blocks: list[_Found]) -> float:
+def _share(twin: PreTrainedModel, calls: Calls, blocks: list[FoundBlock]) -> float:
     """The part of the matrices that run for text, embeddings and output apart, within blocks."""
     apart: set[int] = set()
     for end in (twin.get_input_embeddings(), twin.get_output_embeddings()):
@@ -386,7 +255,7 @@ def _share(twin: PreTrainedModel, calls: Calls, blocks: list[_Found]) -> float:
     return within / max(sum(sizes.values()), 1)
 
 
-def _record(block: _Found, names: Mapping[nn.Module, str], layer: str) -> HostedBlock:
+def _record(block: FoundBlock, names: Mapping[nn.Module, str], layer: str) -> HostedBlock:
     """The record of a block, with names within its layer.
 
     Raises:

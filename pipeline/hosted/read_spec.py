@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import orjson
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_object
@@ -32,6 +33,8 @@ _NOT_RECORDED = (
     "transformers_version",
     "use_cache",
 )
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What types call the number by which they cap logits."""
 _HEAD_DIM = 64
 """The size of an added head where the base has no heads, or heads of a size that suits none."""
 _LARGEST_HEAD = 256
@@ -53,11 +56,20 @@ def read_hosted_spec(path: Path) -> HostedSpec:
         raise BaseModelError(
             f"{file}: no such file; base must be a Hugging Face model folder"
         ) from None
-    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
     try:
-        return _spec_of(orjson.dumps(recorded))
+        return hosted_spec_of(values)
     except BaseModelError as error:
         raise BaseModelError(f"{file}: {error}") from None
+
+
+def hosted_spec_of(values: Mapping[str, Any]) -> HostedSpec:
+    """The hosted base that the entries of a config.json describe.
+
+    Raises:
+        BaseModelError: transformers has no class for it, or its structure is not understood.
+    """
+    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
+    return _spec_of(orjson.dumps(recorded))
 
 
 @cache
@@ -80,7 +92,9 @@ def _spec_of(config_json: bytes) -> HostedSpec:
     _, own_config = model_class_of(config)
     output = _output_of(build_twin(config), structure, own_config)
     output_map = build_without_memory(config).get_submodule(structure.output)
-    text = own_config.get_text_config(decoder=True)
+    text = copy.deepcopy(own_config.get_text_config(decoder=True))
+    # Gemma 4's heads have other sizes in some layers. Here one is enough: it sizes the added heads.
+    text.allow_global_per_layer_attribute_access = True
     heads = getattr(text, "num_attention_heads", None) or 1
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = _head_dim(text, structure.hidden_size, heads)
@@ -177,7 +191,7 @@ def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) 
     handle = twin.get_submodule(structure.output).register_forward_hook(keep)
     logits = twin(input_ids=tokens, use_cache=False).logits
     handle.remove()
-    body = _body_name(twin, tokens, seen["states"])
+    body = _body_name(twin, structure, tokens, seen["states"])
     for scale, softcap in _formulas(config):
         found = seen["products"].float()
         found = found / scale.factor if scale.divides else found * scale.factor
@@ -191,12 +205,14 @@ def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) 
     )
 
 
-def _body_name(twin: Any, tokens: Tensor, states: Tensor) -> str:
+def _body_name(twin: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
     """The module whose last hidden states the output map reads."""
-    candidates = [twin.base_model, twin.get_decoder()]
+    around_layers, _, _ = structure.layer_list.rpartition(".")
+    candidates = [twin.base_model, twin.get_decoder(), twin.get_submodule(around_layers)]
     names = {module: name for name, module in twin.named_modules()}
     for module in candidates:
-        if module is twin or module not in names:
+        # For some types transformers names the model itself, or a map, as its body.
+        if module is twin or not isinstance(module, PreTrainedModel):
             continue
         found = getattr(module(input_ids=tokens, use_cache=False), "last_hidden_state", None)
         if found is not None and torch.equal(found, states):
@@ -210,7 +226,7 @@ def _body_name(twin: Any, tokens: Tensor, states: Tensor) -> str:
 def _formulas(config: PretrainedConfig) -> Iterator[tuple[LogitScale, float | None]]:
     """What a base may do to the products of its output map, by the numbers of its config."""
     text = config.get_text_config(decoder=True)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    softcap = _first(text, *_SOFTCAPS)
     yield LogitScale(), None
     if softcap:
         yield LogitScale(), softcap

@@ -11,21 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from pipeline.errors import BaseModelError, UserError, faults_of_library
-from pipeline.files import read_object
-from pipeline.hosted.find import find_structure
-from pipeline.hosted.structure import (
-    DocumentSeparation,
-    HostedLayer,
-    HostedStructure,
-    UnsupportedStructureError,
-)
+from pipeline.errors import UserError
+from pipeline.hosted.read_spec import hosted_spec_of, read_hosted_spec
+from pipeline.hosted.structure import DocumentSeparation, HostedLayer, HostedStructure
 from pipeline.model.families import FAMILIES
 
 Use = Literal["native", "hosted", "refused"]
@@ -143,54 +137,19 @@ def survey(types: Iterable[str]) -> Iterator[BaseType]:
         structure: HostedStructure | None = None
         reason = ""
         try:
-            config = _example(name)
-            if name not in tuple(CONFIG_MAPPING):  # a folder
-                model_type = config.model_type
-            structure = find_structure(config)
+            if name in tuple(CONFIG_MAPPING) or not Path(name).exists():
+                entries = _CHECKPOINT_ENTRIES.get(name, {})
+                structure = hosted_spec_of({"model_type": name, **entries}).structure
+            else:
+                spec = read_hosted_spec(Path(name))
+                model_type = spec.family
+                structure = spec.structure
         except UserError as error:
             reason = str(error)
         use: Use = "refused" if structure is None else "hosted"
         if model_type in tuple(FAMILIES):
             use = "native"
         yield BaseType(model_type, use, structure, reason)
-
-
-def _example(model_type: str) -> PretrainedConfig:
-    """A configuration of a type, or that of the folder or file that `model_type` names.
-
-    Raises:
-        UnsupportedStructureError: transformers has no such type, or its defaults do not fit.
-        BaseModelError: the folder has no config.json that can be read.
-    """
-    if model_type not in tuple(CONFIG_MAPPING):
-        if Path(model_type).exists():
-            return _config_of(Path(model_type))
-        raise UnsupportedStructureError(f"model_type {model_type!r:.80}: transformers has none")
-    what = f"model_type {model_type!r}: the defaults of its configuration do not fit each other"
-    with faults_of_library(what, UnsupportedStructureError):
-        return CONFIG_MAPPING[model_type](**_CHECKPOINT_ENTRIES.get(model_type, {}))
-
-
-def _config_of(path: Path) -> PretrainedConfig:
-    """The configuration of a model's folder, or of a config.json.
-
-    Raises:
-        BaseModelError: it cannot be read.
-        UnsupportedStructureError: transformers has no class for it.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = read_object(file, BaseModelError, "copy the folder again")
-    except FileNotFoundError:
-        raise BaseModelError(f"{file}: no such file; name a model's folder") from None
-    model_type = values.get("model_type")
-    if model_type not in tuple(CONFIG_MAPPING):
-        raise UnsupportedStructureError(
-            f"{file}: model_type {model_type!r:.80}: transformers has no class for it, and code of "
-            "a model's folder is not run; use a base of another type"
-        )
-    with faults_of_library(str(file), BaseModelError):
-        return CONFIG_MAPPING[model_type].from_dict(values)
 
 
 def describe_layers(structure: HostedStructure) -> str:

@@ -87,8 +87,8 @@ def build_model(
         check_hosted_run(config, spec, tp.size)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
-            "compile: expected false: where tokens go in a mixture of experts is known at run time "
-            "only"
+            "compile: expected false: nothing has run a compiled mixture of experts yet "
+            "(docs/gpu.md)"
         )
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing

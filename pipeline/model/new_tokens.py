@@ -142,3 +142,13 @@ class LogitColumns:
         offset = torch.where(is_new, self.base_width, 0)
         columns = rank * self.width + index % width + offset
         return torch.where(tokens == IGNORED, tokens, columns)
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The token of each column [N]; the inverse of `of_tokens`."""
+        if not self.new_tokens:
+            return columns
+        rank = columns // self.width
+        place = columns % self.width
+        base = rank * self.base_width + place
+        new = self.vocab_size + rank * self.new_width + place - self.base_width
+        return torch.where(place < self.base_width, base, new)

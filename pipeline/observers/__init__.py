@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pipeline.observers.drift import Drift
+from pipeline.observers.early_stop import EarlyStop
 from pipeline.observers.limits import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
 from pipeline.observers.performance import PerformanceMetrics, Profiler
+from pipeline.observers.prompts import PromptTexts
+from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer
@@ -22,6 +25,10 @@ def make_observers(trainer: Trainer) -> list[Observer]:
     observers: list[Observer] = [
         Drift(trainer),
         ForgettingBudget(config),
+        EarlyStop(config),
+        # After the early stop, which decides what the last validation is.
+        TaskScores(trainer),
+        PromptTexts(trainer),
         PerformanceMetrics(trainer),
         Profiler(trainer),
     ]

@@ -117,6 +117,8 @@ class MetricsFiles(Observer):
             self._board = SummaryWriter(str(board_folder(self.folder)), purge_step=self._purge_step)
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
+        for name, text in event.texts.items():
+            self._board.add_text(name, text, event.step)
         stage = self._stages.get(event.step)
         if stage is not None:
             text = f"stage {stage.number + 1} of {len(self._stages)}: {stage}"

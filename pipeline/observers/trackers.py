@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline import log
 from pipeline.config.reading import flattened
@@ -88,7 +89,7 @@ def _recorded_id(path: Path) -> str | None:
 
 
 def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
-    from wandb import Settings, init, teardown
+    from wandb import Settings, Table, init, teardown
 
     path = _id_file(config, "wandb")
     is_online = settings.mode == "online"
@@ -111,7 +112,10 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
     _logger.info("wandb: logs into %s", run.url if is_online else run.dir)
 
     def log_step(event: StepEvent) -> None:
-        run.log({"step": event.step, **event.figures})
+        values: dict[str, Any] = {"step": event.step, **event.figures}
+        if event.texts:
+            values["prompts"] = Table(columns=["prompt", "text"], data=list(event.texts.items()))
+        run.log(values)
 
     def end(finished: bool) -> None:
         run.finish(exit_code=int(not finished))
@@ -145,6 +149,8 @@ def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]
 
     def log_step(event: StepEvent) -> None:
         mlflow.log_metrics(event.figures, step=event.step)
+        for name, text in event.texts.items():
+            mlflow.log_text(text, f"{name}/step_{event.step:08d}.txt")
 
     def end(finished: bool) -> None:
         mlflow.end_run("FINISHED" if finished else "KILLED")

@@ -121,6 +121,8 @@ def read_status(folder: Path) -> RunStatus:
                 of_run = training.tokens_after(training.steps)
                 tokens_left = of_run - training.tokens_after(resumes_at)
                 seconds_left = round(tokens_left / speed, 1)
+    if state == "done" and steps is not None and step < steps:
+        why = "stopped early: the new text gained no more (validation.stop_after)"
     return RunStatus(
         folder=str(folder),
         state=state,

@@ -23,6 +23,7 @@ from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.parallel.cross_entropy import greedy_choices_
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
@@ -219,6 +220,15 @@ class Engine:
                     # The last rank's part of the vocabulary may be padded.
                     chunks.append(output.logits(states.rows(rows))[:, : output.columns])
                 yield tuple(chunks)
+
+    @torch.no_grad()
+    def likeliest_tokens(self, hidden: HiddenStates) -> Tensor:
+        """The likeliest next token of each row of `hidden`: int64 [N]. Every rank must call it."""
+        output = self.model.output
+        # As in `logit_chunks`; the logits of a few rows are no larger than a chunk.
+        with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
+            columns = greedy_choices_(output.logits(hidden), **output.vocabulary.range)
+        return output.vocabulary.tokens_of(columns)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

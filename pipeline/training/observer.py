@@ -25,12 +25,14 @@ class StepEvent:
         tokens: the tokens of the step, over all ranks.
         seconds: None for step 0, and where the step's samples were skipped.
         figures: the values to log, by their names in metrics.jsonl.
+        texts: texts to show, by their names in TensorBoard.
     """
 
     step: int
     tokens: int
     seconds: float | None
     figures: dict[str, float]
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,12 +43,14 @@ class ValidationEvent:
         position: where the run stands. An observer may replace it, to change the learning rate; the
             run continues from what it is after the last observer.
         figures: the scores, and what observers add.
+        texts: texts to show, which observers add.
         stop: an observer may set it; the run then saves this step and ends with this error.
     """
 
     position: Position
     scores: Mapping[str, HeldoutScore]
     figures: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     stop: UserError | None = None
 
 

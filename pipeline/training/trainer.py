@@ -34,6 +34,7 @@ from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
+from pipeline.training.early_stop import cooled_rate
 from pipeline.training.engine import Engine, build_model
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
@@ -128,7 +129,7 @@ class Trainer:
         self._validate_ends()
         # All ranks take the same branches: every decision follows from totals and scores that are
         # reduced over all ranks.
-        while self.position.step < config.schedule.steps:
+        while self.position.step < self.last_step:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
             check_skipped_steps(config, self.position)
@@ -143,14 +144,17 @@ class Trainer:
                 self._roll_back(spike)
                 continue
 
-            is_last = event.step == config.schedule.steps
             ends_stage = event.step == self.stage.end_step
+            is_due = event.step % config.validation.every_steps == 0
             limit_error: UserError | None = None
-            if ends_stage or event.step % config.validation.every_steps == 0:
+            if is_due or ends_stage or event.step == self.last_step:
                 limit_error = self._validate(event)
+            # After the validation, which may end the run early.
+            is_last = event.step == self.last_step
             self._report(event)
 
-            is_required = ends_stage or stop_requested or limit_error is not None
+            is_leaving = is_last or stop_requested or limit_error is not None
+            is_required = ends_stage or is_leaving
             if is_required or event.step % config.checkpoints.every_steps == 0:
                 # After the validation, whose observers may change the position that is saved.
                 with self.phases("checkpoint"):
@@ -162,6 +166,11 @@ class Trainer:
             if ends_stage and not is_last:
                 self._begin_next_stage()
         self.finished = True
+
+    @property
+    def last_step(self) -> int:
+        """After how many steps the run ends, as far as is decided."""
+        return self.position.last_step(self.config)
 
     def _prepare(self, stage: TrainingStage, checkpoint: Index | None = None) -> None:
         """Makes the engine and the batches of a stage; every rank must call it.
@@ -235,7 +244,7 @@ class Trainer:
 
         stage = self.stage
         rate = learning_rate(before.step - stage.first_step, stage.config.schedule)
-        rate *= before.learning_rate_factor
+        rate = cooled_rate(rate, before, self.config) * before.learning_rate_factor
         started = time.perf_counter()
         stop_requested = False
         for attempt in range(ATTEMPTS):
@@ -319,6 +328,7 @@ class Trainer:
                 observer.on_validation(validation)
         self.position = validation.position
         event.figures.update(validation.figures)
+        event.texts.update(validation.texts)
         return validation.stop
 
     def _validate_ends(self) -> None:
@@ -326,7 +336,7 @@ class Trainer:
 
         Forgetting is measured from the scores before the first step.
         """
-        if 0 < self.position.step < self.config.schedule.steps:
+        if 0 < self.position.step < self.last_step:
             return
         with self.phases("validation"):
             self.scores = self.validator.validate(self.engine)

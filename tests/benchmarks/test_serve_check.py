@@ -43,14 +43,34 @@ def final(value: float) -> str:
     return f"Final estimate: PPL = {value:.4f} +/- 0.1"
 
 
-def test_an_export_that_changes_as_its_base_does_passes(tmp_path, monkeypatch, capsys):
-    same = checkout(tmp_path / "same", {"f16": final(4), "q8_0": final(4.2)})
-    assert check(same, monkeypatch) == 0
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The perplexity of the base in transformers, on the text that the check scores."""
+    monkeypatch.setattr(serve_check, "MAX_BYTES", 2**11)
+    text = serve_check.scored_text(str(serve_check.STORIES_TEXT))
+    return serve_check.transformers_perplexity(STORIES, text, serve_check.CONTEXT)
+
+
+def test_an_export_that_changes_as_its_base_does_passes(tmp_path, reference, monkeypatch, capsys):
+    same = {"f16": final(reference), "q8_0": final(1.05 * reference)}
+    assert check(checkout(tmp_path / "same", same), monkeypatch) == 0
     assert "q8 0 change" in capsys.readouterr().out
 
-    worse = {"base.q8_0": final(4), "export.q8_0": final(4.5), "f16": final(4)}
+    worse = {
+        "base.q8_0": final(reference),
+        "export.q8_0": final(1.1 * reference),
+        "f16": final(reference),
+    }
     assert check(checkout(tmp_path / "worse", worse), monkeypatch) == 1
     assert "FAILED: q8_0: the export's perplexity changes by" in capsys.readouterr().out
+
+
+def test_a_base_that_is_read_as_other_tokens_says_nothing_of_its_export(
+    tmp_path, reference, monkeypatch, capsys
+):
+    other = {"f16": final(1.05 * reference), "q8_0": final(1.05 * reference)}
+    assert check(checkout(tmp_path / "other", other), monkeypatch) == 1
+    assert "FAILED: f16: the base's own perplexity changes by +5.00%" in capsys.readouterr().out
 
 
 def test_what_is_not_there_or_fails_is_named(tmp_path, monkeypatch):

@@ -5,13 +5,15 @@
 A case is METHOD/BASE, and perhaps options after them: adapt/llama/nf4/all. Prints a JSON object for
 each: its faults, and how many operations on the device it saw. A fault is a tensor of the host in
 an operation on the device, a copy between the two, a value that the host waits for, or a tensor of
-all pairs of tokens.
+all pairs of tokens. With the option `compiled` each layer is traced by torch.compile, forward and
+backward, up to what a compiler for GPUs would get: a break of its graph is a fault, too.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import tempfile
 import traceback
@@ -24,7 +26,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 
 from pipeline.config.schedule import Schedule
@@ -37,6 +42,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel import experts
 from pipeline.parallel.quantized import QuantizedPrecision
@@ -106,6 +112,9 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
     own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
     with DEVICE, default_dtype(dtype):
         model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, SINGLE, recomputed)
+        for kept in get_args(KeptResults):
+            if f"keeps {kept}" in case.options:
+                model.kept_results = kept
         for precision in get_args(QuantizedPrecision):
             if precision in case.options:
                 quantize_base(model, precision)
@@ -164,13 +173,22 @@ def export_step(case: Case) -> Callable[[], object]:
     return decode
 
 
-def training_step(case: Case, spec: DecoderSpec) -> Callable[[], object]:
-    """One step of a case; the same model and optimizer at each call."""
+def training_step(case: Case, spec: DecoderSpec) -> Callable[..., object]:
+    """One step of a case; the same model and optimizer at each call.
+
+    With a `compiler` its layers are compiled.
+    """
     model = build(case, spec)
     schedule = Schedule(steps=1, global_batch_size=ROWS, micro_batch_size=ROWS, learning_rate=1e-3)
     optimizer = make_optimizer(model, schedule)
 
-    def run() -> None:
+    def run(compiler: Callable[..., Any] | None = None) -> None:
+        if compiler is not None:
+            plant(model, case)
+            compiled = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+            model.compile_layers(backend=compiled)
+            step(model, optimizer, case)
+            return
         step(model, optimizer, case)
         plant(model, case)
 
@@ -183,6 +201,8 @@ def plant(model: Decoder, case: Case) -> None:
         held = model.rotary._held
         for key in held:
             held[key] = held[key].cpu()
+    if "planted_break" in case.options:
+        model.layers[1].ffn.activation = lambda x: x if x.max() > 0 else -x
     if "planted_wait" in case.options:
         model.spec = replace(model.spec, embedding_scale=torch.ones((), device=DEVICE))
 
@@ -201,25 +221,54 @@ class Faults:
         self.operations = 0
         self.found: list[str] = []
 
-    def look(self, operation: Any, taken: list[Tensor], made: list[Tensor]) -> None:
-        """One operation of torch, as `Watched` shows it."""
+    def look(
+        self, operation: Any, taken: list[Tensor], made: list[Tensor], where: str | None = None
+    ) -> None:
+        """One operation of torch, as `Watched` shows it; `where` is the line that called it, if it
+        is not where we are."""
         if any(tensor.device.type == "cuda" for tensor in (*taken, *made)):
             self.operations += 1
         # A number on the host is part of a kernel's arguments.
         on_host = [tensor for tensor in taken if tensor.device.type == "cpu" and tensor.dim() > 0]
         on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
         if on_host and on_device:
-            self.add(f"{operation} takes a tensor of the host")
+            self.add(f"{operation} takes a tensor of the host", where=where)
         if any(tensor.device.type == "cpu" for tensor in made) and any(
             t.device.type == "cuda" for t in taken
         ):
-            self.add(f"{operation} copies to the host")
+            self.add(f"{operation} copies to the host", where=where)
         if any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made):
-            self.add(f"{operation} makes a tensor of all pairs of tokens")
+            self.add(f"{operation} makes a tensor of all pairs of tokens", where=where)
 
-    def add(self, what: str, frames: traceback.StackSummary | None = None) -> None:
-        """Adds a fault at the innermost line of the project among `frames`, by default of where we
-        are."""
+    def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """A compiler that looks at each operation of a layer's graph, forward or backward."""
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                taken = [given.meta.get("val") for given in node.all_input_nodes]
+                made = tree_leaves(node.meta.get("val"))
+                where = last_line(node.meta.get("stack_trace") or "")
+                if node.target is torch.ops.aten._local_scalar_dense.default:
+                    self.add("the host waits for a value", where=where)
+                self.look(
+                    node.target,
+                    [value for value in taken if isinstance(value, Tensor)],
+                    [value for value in made if isinstance(value, Tensor)],
+                    where,
+                )
+        return make_boxed_func(graph.forward)
+
+    def add(
+        self,
+        what: str,
+        frames: traceback.StackSummary | None = None,
+        *,
+        where: str | None = None,
+    ) -> None:
+        """Adds a fault at the line `where`, or at the innermost line of the project among `frames`,
+        by default of where we are."""
+        if where is not None:
+            self.found.append(f"{what}: {where}")
+            return
         stack = traceback.extract_stack() if frames is None else frames
         ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "pipeline")]
         # What is compiled on a GPU evaluates masks and scores block by block; and which kernel
@@ -233,6 +282,15 @@ class Faults:
                 f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
             )
         self.found.append(f"{what}: {where}")
+
+
+def last_line(stack: str) -> str | None:
+    """The innermost line of the project in a stack as text; None without one."""
+    found = re.findall(rf'File "{ROOT}/(pipeline/[^"]+)", line (\d+).*\n *(.*)', stack)
+    if not found:
+        return None
+    path, number, line = found[-1]
+    return f"{path}:{number}: {line}"
 
 
 @contextmanager
@@ -258,12 +316,18 @@ def traced(case: Case) -> Faults:
                 run = training_step(case, spec)
             else:
                 run = export_step(case) if case.method == "export" else muon_step()
+            if "compiled" in case.options:
+                run(faults.compile)
+                return faults
             run()
             with WatchedKernels(faults.look):
                 run()
         except Exception as error:  # noqa: BLE001  # each is a fault of the case
+            # What torch.compile cannot trace is named in its message.
             faults.add(
-                f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
+                f"{type(error).__name__}: {error}",
+                traceback.extract_tb(error.__traceback__),
+                where=last_line(str(error)),
             )
     return faults
 

@@ -73,6 +73,10 @@ def test_it_is_trained_gated_exported_and_evaluated(run, method):
     report = json.loads((conversion.output / "verification.json").read_text())
     assert report["max_abs"] < 1e-4 and set(report["texts"]) == {"korean", "english"}
     stored = load_file(conversion.output / "model.safetensors")
+    # Bytes that spell Korean, which no English story has.
+    is_open_id = stored["token_gate.is_open_id"]
+    assert record.open_ids == is_open_id.sum() > 20 and record.open_ids_of_new > 0.5
+    assert record.open_ids_of_old < 1e-3 and not is_open_id[:3].any()
     table = stored["output.row_of_token"]
     assert torch.equal((table < len(own_tokens)).nonzero().flatten(), torch.tensor(own_tokens))
     shut = torch.tensor([[1, 403, 407, 261, 378]])

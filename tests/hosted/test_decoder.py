@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.hosted.bases import open_base
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import is_base
 from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
-from tests.widened import packed, some_batch, some_tokens, trained_gradients
+from tests.widened import packed, some_batch, some_tokens, trained_gradients, unwidened
 
 NOISE = 0.05
 
@@ -165,3 +166,18 @@ def test_documents_record_where_they_lie(base):
     rows = Documents.whole_rows(tokens)
     positions = torch.arange(20).expand(2, 20)
     assert torch.equal(model.logits(tokens, positions, rows), model.logits(tokens))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_hosted_base_has_the_logits_of_the_native_one(base, kind):
+    folder = base(kind)
+    native = unwidened(open_base(folder.path, "native"))
+    tokens = some_tokens(folder.spec, 2, 20)
+    positions, documents = packed([9, 11], [4, 16])
+    model = hosted(folder)
+    torch.testing.assert_close(
+        model.logits(tokens, positions, documents, path="base"),
+        native.logits(tokens, positions, documents),
+        rtol=1e-5,
+        atol=1e-5,
+    )

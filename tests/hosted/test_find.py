@@ -62,6 +62,7 @@ REFUSED = {
     "hrm_text": ({}, "its layers are called 6 times in one forward pass"),
     "xlnet": ({"n_layer": 2}, r"its layers run on \[12, 2, 128\] for a text of \[2, 12\]"),
     "blip": ({}, "does not run on text alone: TypeError"),
+    "nemotron_h_omni": ({}, "transformers does not say which module computes its logits"),
     "vit": ({}, "model_type 'vit': transformers has no class of its own"),
 }
 

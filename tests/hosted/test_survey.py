@@ -55,7 +55,8 @@ def test_the_command_prints_rows_of_types_and_of_folders(tmp_path):
     assert rows.splitlines() == [
         LLAMA,
         LLAMA,
-        "| `nosuch` | refused |  | model_type 'nosuch': transformers has none |  |",
+        "| `nosuch` | refused |  | model_type 'nosuch': transformers has no such type of its own, "
+        "and code of a model's folder is not run; use a base of another type |  |",
     ]
 
 

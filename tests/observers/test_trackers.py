@@ -148,3 +148,28 @@ def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, s
     tracker.on_end(finished=True)
     (line,) = error_lines(caplog)
     assert line.startswith(f"{service}: ") and "continues without it" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("service", ["wandb", "mlflow"])
+def test_texts_of_prompts_arrive(service, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)  # MLflow keeps files of a database's runs in ./mlruns
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = WANDB if service == "wandb" else mlflow_in(tmp_path)
+    config = parse_config(
+        load_config(Path(__file__).parents[2] / "configs" / "demo.yaml").model_dump(
+            mode="json", exclude_none=True
+        )
+        | {"folder": str(tmp_path / "run"), "observers": settings},
+        source="test",
+    )
+    (tmp_path / "run").mkdir()
+    (tracker,) = make_trackers(config)
+    tracker.on_step(StepEvent(1, 8, 1.0, {"loss": 1.0}, {"prompt/1": "**옛날에** 어느"}))
+    tracker.on_end(finished=True)
+    assert error_lines(caplog) == []
+    if service == "mlflow":
+        (text,) = tmp_path.rglob("step_00000001.txt")
+        assert text.read_text(encoding="utf-8") == "**옛날에** 어느"
+    else:
+        (table,) = (tmp_path / "run").rglob("media/table/*.json")
+        assert "prompt/1" in table.read_text(encoding="utf-8")

@@ -152,8 +152,8 @@ def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int,
         sent.append(tensor.numel() * tensor.element_size() // 4)  # they are sent as bytes of fp32
         broadcast(tensor, *arguments, **named)
 
-    def remembered(*arguments: object) -> trainer.Engine:
-        engines.append(Engine(*arguments))
+    def remembered(*arguments: Any, **named: Any) -> trainer.Engine:
+        engines.append(Engine(*arguments, **named))
         return engines[-1]
 
     Engine = trainer.Engine  # noqa: N806

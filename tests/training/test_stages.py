@@ -31,6 +31,7 @@ from tests.bases import STORIES
 from tests.distributed import RankError, run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.faults import Planned, train_with, train_without
+from tests.training.journeys import METHODS, OWN_ROWS, OWN_WEIGHTS
 from tests.training.runs import (
     in_turn,
     losses,
@@ -407,3 +408,41 @@ def test_a_stage_leaves_nothing_in_memory(tokens, tmp_path, zero):
         # Batches, probes, tables of rotary angles, and the text of validations.
         assert after < before - 0.9 * model, (before, after)
         assert after < 0.2 * before
+
+
+OTHER_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fft, its base's frozen copy beside it": (
+        "norm",
+        {"method": METHODS["fft"], "zero": 3, "data__replay_loss": "kl"},
+    ),
+    "lora on four bits": (
+        "layers.0.*",
+        {"method": METHODS["lora"], "zero": 1, "base_precision": "nf4"},
+    ),
+    "llama_pro": ("layers.*.ffn.*", {"method": METHODS["llama_pro"], "zero": 2}),
+    "route": ("norm", {"method": METHODS["route"], "zero": 3, "data__replay_loss": "kl"}),
+    "weights of open tokens": (
+        "own_rows",
+        {"method": METHODS["adapt"] | OWN_ROWS | OWN_WEIGHTS, "zero": 2, "gate": {}},
+    ),
+}
+
+
+@pytest.mark.full
+def test_every_method_trains_in_stages_and_resumes_to_the_bit(tokens, tmp_path):
+    first: list[partial[int]] = []
+    then: list[partial[int]] = []
+    for name, (trains, changes) in OTHER_METHODS.items():
+        stages = [
+            {"name": "some", "steps": 1, "trains": trains},
+            {"name": "all", "steps": STEPS - 1},
+        ]
+        config = make_run(tmp_path / name, tokens, **SETTINGS | {"stages": stages} | changes)
+        first.append(partial(train, config))
+        then.append(partial(train, config, changes=[f"folder={tmp_path / 'from' / name}"]))
+    assert run_ranks(in_turn, 2, first) == [[0] * len(first)] * 2
+    for number, name in enumerate(OTHER_METHODS):
+        cut_back(tmp_path / name, tmp_path / "from" / name, 1 + number % 2)
+    assert run_ranks(in_turn, 2, then) == [[0] * len(then)] * 2
+    for name in OTHER_METHODS:
+        assert rank_files(tmp_path / "from" / name) == rank_files(tmp_path / name), name

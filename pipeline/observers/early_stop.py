@@ -1,0 +1,54 @@
+"""The early stop of a run whose new text gains no more; see `pipeline.training.early_stop`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from statistics import fmean
+
+from pipeline import log
+from pipeline.config.run import RunConfig
+from pipeline.parallel.ranks import broadcast_from_rank0, warn_on_rank0
+from pipeline.training.early_stop import after_validation
+from pipeline.training.observer import Observer, ValidationEvent
+
+_logger = log.get_logger(__name__)
+
+
+class EarlyStop(Observer):
+    """Counts the validations without a gain on the new text, and decides when the run ends."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.corpora: list[str] = []
+        for name, corpus in config.data.corpora.items():
+            if corpus.role == "new":
+                self.corpora.append(name)
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        if self.config.validation.stop_after is None:
+            return
+        before = event.position
+        scores: list[float] = []
+        initial: list[float] = []
+        for name in self.corpora:
+            if name in event.scores:
+                scores.append(event.scores[name].nll_per_token)
+                initial.append(before.initial_nll_per_token.get(name, math.inf))
+        if before.lowest_nll_per_token is None and initial:
+            # The score before the first step is the first that is to be lowered.
+            before = before.changed(lowest_nll_per_token=fmean(initial))
+        # Decided once: a rank that saw another last bit must not leave the others.
+        position = broadcast_from_rank0(partial(after_validation, before, scores, self.config))
+        event.position = position
+        event.figures["validations_without_gain"] = position.validations_without_gain
+        if position.cool_down is not None and before.cool_down is None:
+            warn_on_rank0(
+                _logger,
+                "step %d: %d validations in a row did not lower nll_per_token of the new text "
+                "below %.4f; the run cools down and ends after step %d",
+                position.step,
+                position.validations_without_gain,
+                position.lowest_nll_per_token,
+                position.last_step(self.config),
+            )

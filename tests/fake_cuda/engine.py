@@ -1,0 +1,114 @@
+"""Steps of DeepSpeed's own engine on a CUDA device without values; what a real one would stumble over.
+
+    LD_PRELOAD=device.so python -m tests.fake_cuda.engine zero1 zero2 "zero3 tight"
+
+Rank 0 of four, two of them tensor-parallel: gradient buckets, reductions, clipping, master weights
+and ZeRO-3's gathers, around our model. Prints a JSON object for each, as `tests.fake_cuda.trace`.
+DeepSpeed's accelerator is the one for CPUs, which has no streams, but names the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
+from pipeline.model.from_hf import read_spec
+from pipeline.parallel.topology import Layout, ProcessGroups
+from tests.fake_cuda.trace import DEVICE, Case, Faults, WatchedKernels, as_on_a_gpu
+from tests.sizing.real_runs import real_batch, real_model, run_config
+from tests.training.runs import start_deepspeed
+
+LAYOUT = Layout(4, 2)
+
+
+class WatchedEngine(WatchedKernels):
+    """Gives zero where the host asks for a value, which is a fault."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(faults.look)
+        self.faults = faults
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            if args[0].is_cuda:
+                self.faults.add("the host waits for a value")
+            return 0.0 if args[0].is_floating_point() else 0
+        if "_fused_adamw" in str(operation):
+            return None  # fake tensors have no such kernel; it changes no size
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+
+def start_ranks() -> None:
+    """Starts DeepSpeed on rank 0 of ranks that do not exist, with the device for its own tensors."""
+    world_size = LAYOUT.world_size
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    start_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+    accelerator = get_accelerator()
+    accelerator.device_name = lambda index=None: "cuda" if index is None else f"cuda:{index}"
+    accelerator.current_device_name = lambda: str(DEVICE)
+    accelerator.device = lambda index=None: DEVICE
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # torch's broadcast asks for it
+
+
+def traced(zero: str) -> Faults:
+    """The faults of the second step of Adapt; the first also makes what later ones keep."""
+    from pipeline.training.batches import MicroBatch
+    from pipeline.training.engine import Engine
+
+    config = run_config(Path(tempfile.mkdtemp()), zero, "adapt", LAYOUT)
+    spec = read_spec(config.base)
+    faults = Faults()
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_a_gpu(Case.of("adapt/llama")):
+        groups = ProcessGroups(LAYOUT)
+        deepspeed_config = load_deepspeed_config(config.deepspeed, LAYOUT)
+        with DEVICE:
+            model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel, spec)
+        model._apply = lambda *_: model  # fake tensors cannot be moved, and are where they belong
+        tokens, targets, positions, documents = real_batch(config)
+        if documents is not None:
+            documents = documents.moved(lambda tensor: tensor.to(DEVICE))
+        batch = MicroBatch(tokens.to(DEVICE), targets.to(DEVICE), positions.to(DEVICE), documents)
+        with WatchedEngine(faults):
+            engine = Engine(model, config, deepspeed_config, groups)
+        for _ in range(2):
+            faults.found.clear()
+            with WatchedEngine(faults):
+                for _ in range(accumulation_steps(config.schedule, LAYOUT.dp_size)):
+                    total, *_ = engine.loss(batch)
+                    engine.backward(total)
+                    del total
+                    engine.step(1e-3)
+    return faults
+
+
+def main() -> None:
+    start_ranks()
+    for zero in sys.argv[1:]:
+        faults = traced(zero)
+        result = {
+            "case": zero,
+            "operations": faults.operations,
+            "faults": sorted(set(faults.found)),
+        }
+        sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What a validation does besides scoring: tasks, prompts and the probe leave training as it is, and
+a run whose new text gains no more cools down and ends."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint.manifest import CoolDown, Position
+from pipeline.checks.inputs import RunInputs
+from pipeline.config.run import RunConfig, load_config
+from pipeline.config.schedule import learning_rate
+from pipeline.errors import RESUME_LATER, ConfigError, DataError
+from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
+from pipeline.run_folder.status import read_status
+from pipeline.training.early_stop import after_validation, cooled_rate
+from tests.bases import STORIES
+from tests.distributed import run_ranks
+from tests.evaluation.task_files import write_task_files
+from tests.training.runs import (
+    in_turn,
+    make_run,
+    metrics,
+    prepared,
+    train,
+    train_and_look,
+    write_config,
+)
+
+EACH = {"validation__every_steps": 1, "schedule__steps": 3}
+PROMPTS = ["Once upon a time", "옛날에"]
+
+
+def texts_in(folder: Path) -> dict[str, list[str]]:
+    """The texts that TensorBoard has, by name, in the order of steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, list[str]] = {}
+    for file in sorted(folder.rglob("events.*")):
+        events = EventAccumulator(str(file), size_guidance={"tensors": 0})
+        events.Reload()
+        for tag in events.Tags()["tensors"]:
+            for event in events.Tensors(tag):
+                text = event.tensor_proto.string_val[0].decode()
+                found.setdefault(tag.removesuffix("/text_summary"), []).append(text)
+    return found
+
+
+def generated(config: Path) -> list[list[int]]:
+    """What the model of a run about to start continues its prompts with."""
+    from pipeline.observers.prompts import PromptTexts
+
+    texts = PromptTexts(prepared(config))
+    return texts._continue(texts.prompts)
+
+
+@pytest.mark.parametrize(("zero", "tp_size"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_tasks_prompts_and_probe_change_no_weight(zero, tp_size, tokens, tmp_path):
+    files = write_task_files(tmp_path / "tasks")
+    layout = {"zero": zero, "parallel__tp_size": tp_size, "data__sequence_length": 96}
+    asks = {
+        "validation__tasks": ["copa", "arc"],
+        "validation__tasks_folder": str(files),
+        "validation__tasks_every": 2,
+        "validation__prompts": PROMPTS,
+        "validation__prompt_tokens": 8,
+        "validation__probe": "korean",
+    }
+    plain = make_run(tmp_path / "plain", tokens, **EACH, **layout)
+    asked = make_run(tmp_path / "asked", tokens, **EACH, **layout, **asks)
+    fresh = make_run(tmp_path / "fresh", tokens, **EACH, **layout, **asks)
+    runs = run_ranks(
+        in_turn,
+        2,
+        [partial(train_and_look, plain), partial(train_and_look, asked), partial(generated, fresh)],
+    )
+    for of_plain, of_asked, _ in runs:
+        for name, values in of_plain["parameters"].items():
+            assert torch.equal(values, of_asked["parameters"][name]), name
+
+    # The same loss, and the same figures of held-out text.
+    lines = metrics(tmp_path / "asked")
+    for line, expected in zip(lines, metrics(tmp_path / "plain"), strict=True):
+        for name in ("loss", "perplexity/korean"):
+            assert line.get(name) == expected.get(name)
+    # Before the first step, at every second validation, and at the end.
+    asked_at = [line["step"] for line in lines if "acc/copa" in line]
+    assert asked_at == [0, 2, 3]
+    # As lm-eval's own model of the base answers.
+    loaded = load_tasks(["copa", "arc"], include=files)
+    for result in task_results(benchmark_model(STORIES), loaded):
+        assert lines[0][f"{result.metric}/{result.task}"] == result.value
+
+    last = lines[-1]
+    assert last["kl_from_base/korean"] > 0 and 0 < last["changed_top_tokens/korean"] < 1
+    assert "kl_from_base/english" not in last
+    found = texts_in(tmp_path / "asked")
+    assert len(found["prompt/1"]) == len(found["prompt/2"]) == 4
+    assert found["prompt/1"][0].startswith("**Once upon a time** ")
+    # What transformers writes, each token the likeliest.
+    assert runs[0][2] == runs[1][2] == likeliest(asked)
+
+
+@torch.no_grad()
+def likeliest(config: Path) -> list[list[int]]:
+    """How transformers continues the prompts of a run with its base."""
+    from pipeline.data.tokenizer.load import load_tokenizer
+    from pipeline.data.tokenizer.spelling import ids_of
+    from pipeline.hf.load import load_hf_model
+
+    model, tokenizer = load_hf_model(STORIES, torch.float32), load_tokenizer(STORIES)
+    continued = []
+    for prompt in load_config(config).validation.prompts:
+        ids = [*tokenizer.before_document, *ids_of(tokenizer, prompt)]
+        start = len(ids)
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        continued.append(ids[start:])
+    return continued
+
+
+# Far too high a rate: nothing is learned.
+LEARNS_NOTHING: dict[str, Any] = {
+    "validation__every_steps": 1,
+    "validation__stop_after": 2,
+    "validation__cool_down_steps": 4,
+    "schedule__steps": 20,
+    "schedule__learning_rate": 0.3,
+    "schedule__warmup_fraction": 0.0,
+    "schedule__decay": "wsd",
+    "schedule__final_learning_rate_fraction": 0.1,
+    "schedule__gradient_clipping": 1e9,
+}
+
+
+def test_a_run_that_gains_nothing_cools_down_and_ends_also_when_it_is_interrupted(tokens, tmp_path):
+    whole = make_run(tmp_path / "whole", tokens, zero=1, **LEARNS_NOTHING)
+    parts = make_run(tmp_path / "parts", tokens, zero=1, **LEARNS_NOTHING)
+    # A signal comes in the first step of every attempt: each takes one step, those of the cool-down
+    # too.
+    attempts = [partial(train, parts, stop=True) for _ in range(9)]
+    codes, _ = run_ranks(in_turn, 2, [partial(train, whole), partial(train, whole), *attempts])
+    lines = metrics(tmp_path / "whole")
+    counts = [line["validations_without_gain"] for line in lines[1:]]
+    began = counts.index(2) + 1
+    last = began + 4
+    assert len(counts) == last <= 9, "the second call finds it trained"
+    assert codes == [0, 0, *[RESUME_LATER] * (last - 1), *[0] * (10 - last)]
+    rates = [line["learning_rate"] for line in lines[1:]]
+    final, peak = 0.03, 0.3
+    falling = [final + (peak - final) * (1 - done / 4) for done in range(4)]
+    assert rates == pytest.approx([*[peak] * began, *falling])
+
+    done = json.loads((tmp_path / "whole" / "training.json").read_text())
+    assert done["steps"] == last and done["validation"]["korean"]["perplexity"] > 0
+    status = read_status(tmp_path / "whole")
+    assert (status.state, status.step) == ("done", last)
+    assert status.why.startswith("stopped early: the new text gained no more")
+    assert metrics(tmp_path / "parts") == lines
+    # Without the setting, the run goes on from there.
+    without = ["validation.stop_after=null", "validation.cool_down_steps=0"]
+    assert RunInputs(load_config(whole), 2).finished
+    assert not RunInputs(load_config(whole, without), 2).finished
+
+
+def config_with(folder: Path, **changes: Any) -> RunConfig:
+    return load_config(write_config(folder, folder, **changes))
+
+
+def test_what_counts_as_a_gain(tmp_path):
+    config = config_with(tmp_path, validation__stop_after=2, validation__cool_down_steps=3)
+    position = Position(step=1)
+    for step, (score, count) in enumerate(
+        [(5.0, 0), (5.0, 1), (4.0, 0), (float("nan"), 1), (4.5, 2)], start=1
+    ):
+        position = after_validation(position.changed(step=step), [score, score], config)
+        assert position.validations_without_gain == count
+    assert position.lowest_nll_per_token == 4.0
+    rate = learning_rate(5, config.schedule)
+    # The schedule ends after 6 steps, before a whole cool-down would.
+    assert position.cool_down == CoolDown(5, 6, rate)
+    assert position.last_step(config) == 6
+    later = after_validation(position.changed(step=6), [9.0], config)
+    assert later.cool_down == position.cool_down, "it is decided once"
+    assert cooled_rate(rate, position, config) == rate
+    without = config_with(tmp_path / "without")
+    assert cooled_rate(rate, position, without) == rate and position.last_step(without) == 6
+
+
+def test_without_a_cool_down_it_ends_at_once(tmp_path):
+    config = config_with(tmp_path, validation__stop_after=1)
+    position = Position(step=3, lowest_nll_per_token=1.0)
+    assert after_validation(position, [1.0], config).last_step(config) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"validation__cool_down_steps": 5}, "cool_down_steps: belongs to stop_after"),
+        ({"validation__tasks_folder": "tasks"}, "tasks_folder: belongs to tasks"),
+        ({"validation__prompts": ["a", " "]}, "prompts: expected texts, found an empty one"),
+        ({"validation__probe": "french"}, "validation.probe: french is no corpus with"),
+        (
+            {"validation__probe": "korean", "method": {"name": "fft"}},
+            "validation.probe: method fft keeps no base",
+        ),
+        (
+            {
+                "validation__stop_after": 2,
+                "stages": [{"name": "one", "steps": 2}, {"name": "two", "steps": 4}],
+            },
+            "validation.stop_after: not with `stages`",
+        ),
+        (
+            {
+                "validation__stop_after": 2,
+                "data__corpora__korean": {"input": ["a.jsonl"]},
+            },
+            "validation.stop_after: needs a corpus of role new with a held-out part",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(changes, fault, tmp_path):
+    with pytest.raises(ConfigError, match=fault.replace(".", r"\.")):
+        config_with(tmp_path, **changes)
+
+
+def test_tasks_that_are_not_there_are_refused_before_training(tokens, tmp_path):
+    from pipeline.checks.checklist import begin
+
+    files = write_task_files(tmp_path / "tasks")
+    ours = {"validation__tasks_folder": str(files)}
+    config = config_with(tmp_path / "run", **ours, validation__tasks=["copas"])
+    with pytest.raises(ConfigError, match=r"validation\.tasks copas: .* no such task"):
+        begin(config, 2, "train")
+    Path(files / "copa.jsonl").unlink()
+    config = config_with(tmp_path / "run", **ours, validation__tasks=["copa"])
+    with pytest.raises(DataError, match=r"validation\.tasks copa: documents cannot be read"):
+        begin(config, 2, "train")

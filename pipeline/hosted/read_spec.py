@@ -148,7 +148,8 @@ def _rotary(config: PretrainedConfig, head_dim: int) -> RotarySpec:
     one."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "full_attention" in parameters:
-        parameters = parameters["full_attention"]
+        # By type of layer; None for a type without rotary positions.
+        parameters = parameters["full_attention"] or {}
     theta = parameters.get("rope_theta")
     if not isinstance(theta, (int, float)) or theta <= 1:
         theta = 10000.0

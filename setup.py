@@ -14,7 +14,7 @@ VERSION = re.search(
     r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8")
 )[1]
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
-# `pipeline.files.shipped` finds them. Texts that only studies and tests read are left out.
+# `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 

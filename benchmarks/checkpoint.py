@@ -35,7 +35,8 @@ from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.config.run import CheckpointSettings as Settings
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import load_deepspeed_config
-from pipeline.files import sync, write_json
+from pipeline.files.json_files import write_json
+from pipeline.files.publishing import sync
 from pipeline.local_ranks import run_ranks
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder

@@ -45,7 +45,7 @@ from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.hf.load import load_hf_model

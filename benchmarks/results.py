@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import table
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 
 if TYPE_CHECKING:
     from pipeline.model.spec import DecoderSpec

@@ -30,7 +30,7 @@ from pipeline import command_line
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError, ConversionError
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import served_tokenizer
 from pipeline.model.output import perplexity

@@ -34,7 +34,7 @@ import zstandard
 
 from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
 from pipeline.data.tokenize.documents import texts
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 
 DATA = ROOT / "examples" / "data"
 _START = ".start.jsonl"

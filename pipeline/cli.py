@@ -9,7 +9,7 @@ import sys
 
 from pipeline.commands import PROGRAM, build_parser
 from pipeline.errors import CONFIG_ERROR
-from pipeline.files import use_utf8
+from pipeline.processes import use_utf8
 
 FORMER_COMMANDS = {"study": "python -m studies run", "report": "python -m studies report"}
 """Commands of earlier versions, each with what replaces it in a checkout of the project."""

@@ -28,8 +28,8 @@ from pipeline.errors import (
     exit_code_of,
     in_one_line,
 )
-from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
+from pipeline.installation import with_pages_found
 
 
 def run_parsed(

@@ -16,7 +16,8 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError, LayoutError
-from pipeline.files import read_object, shipped
+from pipeline.files.json_files import read_object
+from pipeline.installation import shipped
 from pipeline.parallel.topology import Layout
 
 _OWNED = {

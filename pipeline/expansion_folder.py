@@ -13,15 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
-from pipeline.files import (
-    FolderKind,
-    file_hash,
-    is_plain_name,
-    published_folder,
-    read_record,
-    with_checksum,
-    write_json,
-)
+from pipeline.files.folders import FolderKind, published_folder
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_record, with_checksum, write_json
+from pipeline.files.reading import is_plain_name
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, read_shard
 
 _AGAIN = "make the expansion again"

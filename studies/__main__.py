@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """`python -m studies report`."""
-    from pipeline.files import write_text
+    from pipeline.files.publishing import write_text
     from studies.report.results import read_runs
 
     try:

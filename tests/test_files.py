@@ -16,23 +16,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 
-from pipeline import files
+from pipeline import installation
 from pipeline.errors import TRANSIENT_FAULT, DataError, exit_code_of, in_one_line
-from pipeline.files import (
-    FolderKind,
-    in_threads,
-    is_plain_name,
-    publish_first,
-    published_folder,
-    read_inside,
-    read_object,
-    read_record,
-    read_text,
-    with_pages_found,
-    write_json,
-    write_record,
-    write_text,
-)
+from pipeline.files import publishing
+from pipeline.files.folders import FolderKind, published_folder
+from pipeline.files.json_files import read_object, read_record, write_json, write_record
+from pipeline.files.publishing import publish_first, write_text
+from pipeline.files.reading import is_plain_name, read_inside, read_text
+from pipeline.files.threads import in_threads
+from pipeline.installation import with_pages_found
 from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, refuse_calls
 from tests.files import change_json
 from tests.kills import outlives
@@ -202,11 +194,11 @@ def test_pages_are_named_as_a_user_finds_them(tmp_path, monkeypatch):
     text = "expected a number; docs/configuration.md lists every setting (docs/gate.md#cost)"
     assert with_pages_found(text) == text, "in the project's folder"
     monkeypatch.chdir(tmp_path)
-    root = Path(files.__file__).parents[1]
+    root = Path(installation.__file__).parents[1]
     settings = "expected a number; scale-cpt describe-config lists every setting"
     assert with_pages_found(text) == f"{settings} ({root}/docs/gate.md#cost)"
-    installed = tmp_path / "site-packages" / "pipeline" / "files.py"
-    monkeypatch.setattr(files, "__file__", str(installed))
+    installed = tmp_path / "site-packages" / "pipeline" / "installation.py"
+    monkeypatch.setattr(installation, "__file__", str(installed))
     assert with_pages_found(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"
 
 
@@ -246,20 +238,20 @@ def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces
 def test_a_claim_of_a_killed_process_does_not_hold_others_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("pipeline.files._CLAIM_S", 0.1)
+    monkeypatch.setattr("pipeline.files.publishing._CLAIM_S", 0.1)
     (tmp_path / ".plan.json.claim.partial").mkdir()
     (own := tmp_path / "own").write_text("x")
-    files._rename_under_claim(own, tmp_path / "plan.json")
+    publishing._rename_under_claim(own, tmp_path / "plan.json")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 IN_CONTAINER = """
 import os, sys
 from pathlib import Path
-from pipeline import files
+from pipeline.files import folders, publishing
 path = Path(sys.argv[1])
-print(os.getpid(), files.own_temporary(path).name, flush=True)
-with files.published_folder(path, None) as partial:
+print(os.getpid(), publishing.own_temporary(path).name, flush=True)
+with folders.published_folder(path, None) as partial:
     (partial / "file").touch()
     print("begun", flush=True)
     sys.stdin.readline()

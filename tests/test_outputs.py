@@ -25,7 +25,7 @@ from pipeline.data.tokenizer.extension.vocabulary import (
 )
 from pipeline.errors import OutputError, UserError
 from pipeline.expansion_folder import EXPANSION, write_expansion
-from pipeline.files import check_replaceable
+from pipeline.files.folders import check_replaceable
 from pipeline.gating.folder import GATE, write_gate
 from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import upscale

@@ -34,7 +34,7 @@ from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.results import ROOT
 from pipeline import command_line
 from pipeline.errors import ConfigError
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 
 PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("exactness", "check_parity"),

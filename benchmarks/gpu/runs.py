@@ -29,7 +29,7 @@ from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.parallel.topology import Layout

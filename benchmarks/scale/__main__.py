@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.results import Row, make_parser
 from pipeline.errors import UserError
-from pipeline.files import read_object, write_json
+from pipeline.files.json_files import read_object, write_json
 from studies.report.drawing import Drawing, set_ticks
 from studies.report.page import write_figure
 from studies.report.style import SOFT, TICK_SIZE

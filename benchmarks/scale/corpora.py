@@ -38,7 +38,8 @@ from pipeline.data.tokenize.tokenize_unit import tokenize_unit
 from pipeline.data.tokenize.unit_records import STATE, UnitOutcome, UnitPart
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.files import file_hash, json_hash, write_record
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import json_hash, write_record
 
 GOALS: dict[str, float] = {
     "open_cpu_s": 5,

@@ -17,15 +17,9 @@ from pathlib import Path
 from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
 from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, OutputError
-from pipeline.files import (
-    check_replaceable,
-    holds,
-    in_threads,
-    rename_aside,
-    replace_directory,
-    sync,
-    write_text,
-)
+from pipeline.files.folders import check_replaceable, holds, rename_aside, replace_directory
+from pipeline.files.publishing import sync, write_text
+from pipeline.files.threads import in_threads
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"

@@ -20,17 +20,16 @@ from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
-from pipeline.files import (
+from pipeline.files.folders import FolderKind
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import (
     CHECKSUM,
-    FolderKind,
     check_checksum,
-    file_hash,
     first_fault,
-    is_plain_name,
     parse_object,
-    read_bytes,
     write_record,
 )
+from pipeline.files.reading import is_plain_name, read_bytes
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder

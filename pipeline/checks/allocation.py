@@ -33,7 +33,9 @@ from pipeline.data.tokenize.corpora import heldout_folder, train_folder
 from pipeline.data.tokenizer.tokenizer_file import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
-from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
+from pipeline.files.disk_space import free_bytes, held_bytes
+from pipeline.files.hashes import file_hash, sampled_hash
+from pipeline.files.publishing import write_text
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster

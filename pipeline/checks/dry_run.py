@@ -33,7 +33,7 @@ from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
-from pipeline.files import free_bytes, held_bytes
+from pipeline.files.disk_space import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
 from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model

@@ -35,13 +35,8 @@ from pipeline.data.tokenize.input_files import input_files, named_files
 from pipeline.data.tokenize.queue import warn_of_repeats
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
-from pipeline.files import (
-    FolderKind,
-    check_replaceable,
-    read_record,
-    replace_directory,
-    write_record,
-)
+from pipeline.files.folders import FolderKind, check_replaceable, replace_directory
+from pipeline.files.json_files import read_record, write_record
 
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)

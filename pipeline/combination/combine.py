@@ -24,15 +24,10 @@ from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
-from pipeline.files import (
-    FolderKind,
-    holds,
-    published_folder,
-    read_inside,
-    read_object,
-    write_json,
-    write_text,
-)
+from pipeline.files.folders import FolderKind, holds, published_folder
+from pipeline.files.json_files import read_object, write_json
+from pipeline.files.publishing import write_text
+from pipeline.files.reading import read_inside
 from pipeline.hf.base_card import CARD
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 
 from pipeline import __version__
-from pipeline.files import with_pages_found
+from pipeline.installation import with_pages_found
 
 PROGRAM = "scale-cpt"
 

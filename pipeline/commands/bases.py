@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 
 TABLE_BEGINS = "<!-- scale-cpt bases -->"
 TABLE_ENDS = "<!-- end of the table -->"

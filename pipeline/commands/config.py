@@ -20,7 +20,7 @@ import yaml
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import ConfigError, UserError
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config.run import RunConfig
-from pipeline.files import with_pages_found
+from pipeline.installation import with_pages_found
 
 _WORDS = {
     int: "integer",

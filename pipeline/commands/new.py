@@ -12,7 +12,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from pipeline.files import SHIPPED, published_folder, shipped
+from pipeline.files.folders import published_folder
+from pipeline.installation import SHIPPED, shipped
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,8 @@ from pipeline.data.tokenizer.sentencepiece_model import (
     train_model,
 )
 from pipeline.errors import ConfigError, DataError, OutputError
-from pipeline.files import published_file, read_bytes, write_text
+from pipeline.files.publishing import published_file, write_text
+from pipeline.files.reading import read_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

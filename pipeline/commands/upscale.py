@@ -17,7 +17,7 @@ from pipeline import command_line, log
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 

@@ -34,7 +34,7 @@ from pipeline.data.tokenizer.extension.vocabulary import (
     learn_extension,
     write_extension,
 )
-from pipeline.files import check_replaceable
+from pipeline.files.folders import check_replaceable
 
 _HELDOUT_FRACTION = 0.02
 """The part of the new texts that is not learned from, and shown in the table."""

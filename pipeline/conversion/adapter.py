@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Lora, Method
 from pipeline.errors import ConversionError, faults_of_library
-from pipeline.files import read_object, write_json
+from pipeline.files.json_files import read_object, write_json
 from pipeline.hf.base_files import copy_terms
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.write import Export, PlannedTensor

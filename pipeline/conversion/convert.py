@@ -35,17 +35,11 @@ from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.expansion_folder import EXPANSION, write_expansion
-from pipeline.files import (
-    FolderKind,
-    check_replaceable,
-    file_hash,
-    holds,
-    in_threads,
-    published_folder,
-    read_object,
-    write_json,
-    write_text,
-)
+from pipeline.files.folders import FolderKind, check_replaceable, holds, published_folder
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_object, write_json
+from pipeline.files.publishing import write_text
+from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
 from pipeline.hf.load import load_hf_model

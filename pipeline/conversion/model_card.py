@@ -20,7 +20,8 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import title_of
 from pipeline.conversion.verify import Report
 from pipeline.errors import ConversionError
-from pipeline.files import read_text, write_text
+from pipeline.files.publishing import write_text
+from pipeline.files.reading import read_text
 from pipeline.hf.base_card import CARD, card_of, hub_name
 from pipeline.hf.base_files import terms_in
 from pipeline.hf.write import Export, dtype_name

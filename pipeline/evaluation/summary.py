@@ -18,7 +18,8 @@ from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
 from pipeline.evaluation.table import score_table, table
-from pipeline.files import file_hash, read_object, write_json
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_object, write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.run_folder.status import TRAINING
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.combination.combine import COMBINATION
 from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.files import holds
+from pipeline.files.folders import holds
 from pipeline.hf.served_tokenizer import check_export, warn_of_base
 
 

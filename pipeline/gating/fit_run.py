@@ -23,7 +23,7 @@ from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
 from pipeline.gating.folder import (

@@ -15,14 +15,10 @@ from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
-from pipeline.files import (
-    FolderKind,
-    file_hash,
-    published_folder,
-    read_bytes,
-    read_record,
-    write_record,
-)
+from pipeline.files.folders import FolderKind, published_folder
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_record, write_record
+from pipeline.files.reading import read_bytes
 from pipeline.gating.gate import NUMBERS, FittedGate
 
 GATE_FOLDER = "gate"

@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard
 
 from pipeline import log
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.files import read_object, read_text
+from pipeline.files.json_files import read_object
+from pipeline.files.reading import read_text
 from pipeline.hub import source_of
 
 CARD = "README.md"

@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import BaseModelError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files
 from pipeline.model.from_hf import hf_config, model_type_of, read_spec
 

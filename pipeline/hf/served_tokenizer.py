@@ -28,7 +28,7 @@ from pipeline.data.tokenizer.document_end import json_beside, spelling_of
 from pipeline.data.tokenizer.encoders import SentencePieceEncoder
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import ConversionError, DataError, faults_of_library
-from pipeline.files import read_object, write_json
+from pipeline.files.json_files import read_object, write_json
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.tokenizer_files import add_tokenizer_json, copy_tokenizer

@@ -20,7 +20,9 @@ from pipeline.data.tokenizer.sentencepiece_model import MODEL_FILES, converted
 from pipeline.data.tokenizer.settings import read_as_it_is
 from pipeline.data.tokenizer.tokenizer_file import TOKENIZER_FILE, without_dropout
 from pipeline.errors import BaseModelError
-from pipeline.files import read_inside, read_object, write_json, write_text
+from pipeline.files.json_files import read_object, write_json
+from pipeline.files.publishing import write_text
+from pipeline.files.reading import read_inside
 
 _TOKENIZER = re.compile(
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"

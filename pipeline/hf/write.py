@@ -21,7 +21,9 @@ from torch import Tensor
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from pipeline.errors import ConversionError, faults_of_library
-from pipeline.files import file_hash, write_json, write_text
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import write_json
+from pipeline.files.publishing import write_text
 from pipeline.hf import Exported
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config.run import BaseCode
 from pipeline.errors import BaseModelError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.read_spec import read_hosted_spec

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.hosted.find import build_without_memory, find_structure
 from pipeline.hosted.spec import HostedSpec, LogitScale
 from pipeline.hosted.structure import HostedStructure

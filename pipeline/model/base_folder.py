@@ -19,7 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import BaseModelError
-from pipeline.files import file_hash, in_threads, is_plain_name, read_object
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_object
+from pipeline.files.reading import is_plain_name
+from pipeline.files.threads import in_threads
 from pipeline.model.families import HfTensor, hf_tensor
 from pipeline.model.new_tokens import NewTokens
 from pipeline.model.spec import DecoderSpec

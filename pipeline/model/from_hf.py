@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.expansion_folder import ExpansionFolder
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, Config, hf_tensor

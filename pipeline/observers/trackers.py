@@ -18,7 +18,7 @@ from pipeline import log
 from pipeline.config.reading import flattened
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
 from pipeline.errors import in_one_line
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from pipeline.training.observer import Observer, StepEvent
 
 _PARAMETERS_PER_REQUEST = 100

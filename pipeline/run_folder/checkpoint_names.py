@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.config.sources import CHECKPOINTS
 from pipeline.errors import CheckpointError, UserError
-from pipeline.files import read_bytes
+from pipeline.files.reading import read_bytes
 
 LATEST = "latest"
 # At most 15 digits: every step is exact in JSON, and no name is too long for a file system.

@@ -19,14 +19,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
 from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
-from pipeline.files import (
-    machine,
-    nearest_existing,
-    own_temporary,
-    process_exists,
-    read_bytes,
-)
+from pipeline.files.disk_space import nearest_existing
+from pipeline.files.publishing import own_temporary
+from pipeline.files.reading import read_bytes
 from pipeline.log import node
+from pipeline.processes import machine, process_exists
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0

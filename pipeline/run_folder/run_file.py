@@ -15,7 +15,7 @@ import yaml
 from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.config.sources import RUN_FILE
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from pipeline.hub import source_of
 
 _HEADER = (

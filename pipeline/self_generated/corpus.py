@@ -42,7 +42,7 @@ from pipeline.data.tokenize.workers import Workers, worker_number
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.hosted.bases import open_base
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.spec import DecoderSpec

@@ -17,10 +17,10 @@ from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import LayoutError
-from pipeline.files import with_pages_found
 from pipeline.hosted.bases import open_base
 from pipeline.hosted.unsupported import check_native
 from pipeline.hub import model_folder
+from pipeline.installation import with_pages_found
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import Widths

@@ -22,7 +22,7 @@ from pipeline.errors import (
     exit_code_of,
     in_one_line,
 )
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
 from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0

@@ -40,7 +40,7 @@ from pipeline.checkpoint.rank_files import (
 )
 from pipeline.config.run import CheckpointSettings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.parallel.ranks import (
     all_gathered,
     broadcast_from_rank0,

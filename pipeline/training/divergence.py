@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline.checkpoint.manifest import Position, StepRecord
 from pipeline.config.run import RunConfig, Stability
 from pipeline.errors import DivergenceError
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from pipeline.parallel.ranks import raise_on_all_ranks
 
 REPORT = "divergence.json"

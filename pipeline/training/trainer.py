@@ -20,7 +20,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.health.liveness import Phases
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (

@@ -30,7 +30,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline import command_line
 from pipeline.errors import DataError
-from pipeline.files import published_folder, read_object, write_json, write_text
+from pipeline.files.folders import published_folder
+from pipeline.files.json_files import read_object, write_json
+from pipeline.files.publishing import write_text
 
 # Every first part is combined with every second part.
 _FIRST = (

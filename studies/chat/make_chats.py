@@ -32,7 +32,8 @@ from tokenizers import AddedToken, normalizers
 from pipeline import command_line
 from pipeline.data.tokenize.documents import texts
 from pipeline.errors import DataError
-from pipeline.files import published_folder, read_object, write_json
+from pipeline.files.folders import published_folder
+from pipeline.files.json_files import read_object, write_json
 from studies.harness import random_base
 
 ROLES = ("system", "user", "assistant")

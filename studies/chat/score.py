@@ -29,7 +29,9 @@ from pipeline.errors import RunFolderError
 from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
-from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
+from pipeline.files.folders import published_folder
+from pipeline.files.json_files import json_hash, read_object, write_json
+from pipeline.files.publishing import write_text
 from pipeline.hf.base_files import copy_base_files
 from studies.report.results import read_rows
 

@@ -24,7 +24,8 @@ from pipeline.data.tokenizer.sentencepiece_model import (
 )
 from pipeline.data.tokenizer.tokenizer_file import TOKENIZER_FILE, json_file
 from pipeline.errors import ConfigError
-from pipeline.files import published_folder, read_object, write_json
+from pipeline.files.folders import published_folder
+from pipeline.files.json_files import read_object, write_json
 from pipeline.model.from_hf import read_spec
 from studies.harness.study import NewTokenizer, RandomBase
 

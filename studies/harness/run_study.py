@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, RESUME_LATER, StudyError
-from pipeline.files import shipped
 from pipeline.hub import model_folder
+from pipeline.installation import shipped
 from studies.harness.random_base import make_random_base
 from studies.harness.runs import StudyRuns, Task
 from studies.harness.study import SCRATCH, load_study

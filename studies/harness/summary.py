@@ -10,7 +10,7 @@ import torch
 from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import readable, table
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.methods import training_method
 from pipeline.methods.vocabulary import extended_spec

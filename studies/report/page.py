@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.files import write_text
+from pipeline.files.publishing import write_text
 from studies.report import style, svg, tables
 from studies.report.drawing import Drawing
 from studies.report.figures import plots_of

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.config.sources import RUN_FILE, read_settings
 from pipeline.errors import RunFolderError
-from pipeline.files import first_fault, read_bytes, read_object
+from pipeline.files.json_files import first_fault, read_object
+from pipeline.files.reading import read_bytes
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText, open_record
 from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, read_history
 from pipeline.run_folder.status import TRAINING, is_trained

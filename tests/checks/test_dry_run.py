@@ -13,7 +13,7 @@ from safetensors import safe_open
 from pipeline.checks.dry_run import RunPlan, make_plan
 from pipeline.config.run import load_config
 from pipeline.expansion_folder import open_expansion
-from pipeline.files import held_bytes
+from pipeline.files.disk_space import held_bytes
 from pipeline.sizing.cluster import Cluster
 from tests.distributed import run_ranks
 from tests.files import read_jsonl

@@ -20,7 +20,7 @@ from pipeline.checks.devices import (
     measure_product,
 )
 from pipeline.errors import PreflightError
-from pipeline.files import SAMPLE_BYTES, sampled_hash
+from pipeline.files.hashes import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
 

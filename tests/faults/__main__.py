@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from tests.faults import trials
 from tests.faults.random_kills import kill_at_random, kill_jobs_at_random
 from tests.faults.runs import LASTING, Laboratory

@@ -25,7 +25,7 @@ from pathlib import Path
 # survive.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu")
 
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from tests.fuzz.runner import GOOD, results
 from tests.fuzz.subjects import SUBJECTS
 

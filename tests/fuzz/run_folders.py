@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from pipeline.config.run import load_config
 from pipeline.errors import LOST_RANK
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from pipeline.run_folder.attempts import decide, record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.run_file import write_run

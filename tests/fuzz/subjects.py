@@ -28,7 +28,7 @@ from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.errors import DataError
-from pipeline.files import json_hash
+from pipeline.files.json_files import json_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base

@@ -25,7 +25,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
 from pipeline.expansion_folder import open_expansion
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import HeldoutText, open_gate, write_gate
 from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import Scale, upscale

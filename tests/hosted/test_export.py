@@ -19,7 +19,7 @@ from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate
 from tests.distributed import run_ranks
 from tests.gating.gates import gate_record, random_gate

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
-from pipeline.files import write_record
+from pipeline.files.json_files import write_record
 from pipeline.gating.folder import GateRecord
 from pipeline.run_folder.attempts import Decision, record_end
 from studies.harness.runs import StudyRuns

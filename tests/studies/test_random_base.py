@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.hf.load import load_hf_model
 from studies.harness.random_base import make_random_base
 from studies.harness.study import NewTokenizer, RandomBase, TokenizerText

@@ -11,7 +11,7 @@ from statistics import fmean, geometric_mean, stdev
 import pytest
 
 from pipeline.errors import RunFolderError
-from pipeline.files import write_json, write_record
+from pipeline.files.json_files import write_json, write_record
 from pipeline.gating.folder import HeldoutText
 from studies.harness.summary import as_text, rates_table
 from studies.report import tables

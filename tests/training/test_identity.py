@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.run import load_config
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 from tests.bases import STORIES
 from tests.data.helpers import documents, write_jsonl
 from tests.distributed import run_ranks

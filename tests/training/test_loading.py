@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.run import load_config
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from pipeline.model.base_folder import INDEX_FILE, BaseFolder
 from pipeline.parallel.sharding import full_shape_of, held_values
 from pipeline.parallel.topology import ProcessGroups

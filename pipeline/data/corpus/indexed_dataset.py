@@ -28,7 +28,8 @@ import numpy.typing as npt
 from pydantic import NonNegativeInt
 
 from pipeline.errors import DataError
-from pipeline.files import file_hash, published_file
+from pipeline.files.hashes import file_hash
+from pipeline.files.publishing import published_file
 
 ShardFile = Literal[".bin", ".idx"]
 

@@ -16,7 +16,9 @@ from pipeline.data.sources.records import (
     SpecialTokens,
 )
 from pipeline.errors import DataError
-from pipeline.files import FolderKind, is_plain_name, read_record, write_record
+from pipeline.files.folders import FolderKind
+from pipeline.files.json_files import read_record, write_record
+from pipeline.files.reading import is_plain_name
 
 MAKERS = "scale-cpt tokenize (or scale-cpt sample, for text that the base writes)"
 MANIFEST = "manifest.json"

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from pipeline.data.corpus.indexed_dataset import Shard, check_file, shard_file
 from pipeline.data.corpus.manifest import Counts, advice_for, load_manifest
 from pipeline.errors import DataError
-from pipeline.files import in_threads, json_hash
+from pipeline.files.json_files import json_hash
+from pipeline.files.threads import in_threads
 from pipeline.log import progress_bar
 
 SAMPLED_BYTES = 2**30

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 
 # `save_to_disk` of the library `datasets` writes these beside the files of a dataset, and beside
 # the folders of its splits.

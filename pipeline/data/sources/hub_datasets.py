@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from pipeline import log
 from pipeline.data.sources.file_names import shown_size
 from pipeline.errors import DataError, faults_of_library
-from pipeline.files import in_threads, read_record, write_record
+from pipeline.files.json_files import read_record, write_record
+from pipeline.files.threads import in_threads
 from pipeline.hub import ADVICE
 
 PREFIX = "hf://"

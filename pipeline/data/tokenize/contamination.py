@@ -30,7 +30,7 @@ from pipeline.data.tokenize.unit_records import STATE, UnitOutcome, WorkUnit, le
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import cached_tokenizer
 from pipeline.errors import DataError
-from pipeline.files import published_file
+from pipeline.files.publishing import published_file
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,10 @@ from pipeline.data.tokenize.unit_records import (
     heldout_of,
 )
 from pipeline.errors import DataError, OutputError
-from pipeline.files import (
-    check_replaceable,
-    in_threads,
-    own_temporary,
-    publish_first,
-    read_record,
-    rename_aside,
-    write_record,
-)
+from pipeline.files.folders import check_replaceable, rename_aside
+from pipeline.files.json_files import read_record, write_record
+from pipeline.files.publishing import own_temporary, publish_first
+from pipeline.files.threads import in_threads
 
 _logger = log.get_logger(__name__)
 

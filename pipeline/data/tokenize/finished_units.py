@@ -17,7 +17,7 @@ from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.unit_records import QUARANTINE, UnitRecord, quarantine_of
 from pipeline.data.tokenize.units import Unit
 from pipeline.errors import DataError
-from pipeline.files import published_file
+from pipeline.files.publishing import published_file
 
 
 class FinishedUnits:

@@ -24,7 +24,7 @@ from pipeline.data.sources.object_stores import (
 )
 from pipeline.data.sources.streams import COMPRESSIONS
 from pipeline.errors import DataError
-from pipeline.files import in_threads
+from pipeline.files.threads import in_threads
 
 Kind = Literal[
     "jsonl", "json_array", "json_objects", "text", "text_cr", "csv", "tsv", "parquet", "arrow",

@@ -32,7 +32,8 @@ from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import TRANSIENT_FAULT, DataError, in_one_line, is_full_disk
-from pipeline.files import file_hash, held_bytes, sampled_hash
+from pipeline.files.disk_space import held_bytes
+from pipeline.files.hashes import file_hash, sampled_hash
 
 # Of a larger file only blocks are hashed. Each job hashes its inputs before it tokenizes, and would
 # read a file of a terabyte twice.

@@ -22,7 +22,8 @@ from pipeline.data.corpus.indexed_dataset import check_file
 from pipeline.data.tokenize.unit_records import PLAN_FILE, UNIT_IS_DONE_AGAIN, UnitOutcome, WorkUnit
 from pipeline.data.tokenize.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, read_record, write_record
+from pipeline.files.hashes import file_hash
+from pipeline.files.json_files import read_record, write_record
 from pipeline.log import progress_bar
 
 # Of what is done again, so many are named in the log.

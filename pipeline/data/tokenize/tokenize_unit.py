@@ -29,7 +29,7 @@ from pipeline.data.tokenize.unit_records import (
 from pipeline.data.tokenize.units import Unit, unit_records
 from pipeline.data.tokenizer.load import Tokenizer, cached_tokenizer
 from pipeline.errors import DataError
-from pipeline.files import published_file
+from pipeline.files.publishing import published_file
 
 # Per unit. A bad record may be much shorter than its description in the quarantine.
 _MOST_LISTED = 10_000

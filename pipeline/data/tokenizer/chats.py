@@ -25,7 +25,8 @@ from pipeline.data.tokenizer.encoders import HuggingFaceEncoder
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.tokenizer_file import json_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
-from pipeline.files import json_hash, read_text
+from pipeline.files.json_files import json_hash
+from pipeline.files.reading import read_text
 
 TEMPLATE = "chat_template.jinja"
 # The roles of ShareGPT's names of who speaks; messages there hold `from` and `value`.

@@ -34,7 +34,8 @@ from pipeline.data.tokenizer.encoders import (
 from pipeline.data.tokenizer.sentencepiece_model import SUFFIX, SentencePieceModel, read_model
 from pipeline.data.tokenizer.tokenizer_file import fingerprint_of, tokenizer_file, without_dropout
 from pipeline.errors import DataError, faults_of_library
-from pipeline.files import read_bytes, read_object
+from pipeline.files.json_files import read_object
+from pipeline.files.reading import read_bytes
 
 # Classes of transformers that put nothing before a text, although their models may have a BOS.
 _CLASSES_WITHOUT_START = ("T5Tokenizer", "GPTSw3Tokenizer")

@@ -27,7 +27,7 @@ from pipeline.data.tokenizer.encoders import (
 from pipeline.data.tokenizer.extension.bpe import byte_tokens
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 
 # A character is encoded behind this one, because some tokenizers begin every text with a space.
 _BEFORE = "a"

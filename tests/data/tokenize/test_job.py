@@ -27,7 +27,8 @@ from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.encoders import Encoded, GigatokenEncoder
 from pipeline.errors import TRANSIENT_FAULT, DataError
-from pipeline.files import file_hash, held_bytes
+from pipeline.files.disk_space import held_bytes
+from pipeline.files.hashes import file_hash
 from tests.data.helpers import (
     PROJECT,
     STORIES260K,

@@ -20,7 +20,7 @@ from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize import queue as jobs
 from pipeline.data.tokenize.unit_records import QUARANTINE, STATE, UnitRecord, WorkUnit, heldout_of
 from pipeline.errors import DataError
-from pipeline.files import file_hash
+from pipeline.files.hashes import file_hash
 from tests.data.helpers import PROJECT, STORIES260K, contents, documents, tokenize, write_jsonl
 from tests.files import change_json, cut, flip_bit
 from tests.programs import scale_cpt

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import write_json
+from pipeline.files.json_files import write_json
 
 # Label, method, trained parameters; as in the paper the fall of the new perplexity and the rise of
 # the kept one, in nats.

@@ -17,7 +17,7 @@ import tokenizers
 
 from pipeline.data.tokenizer.extension.merges import Pair, Word
 from pipeline.errors import DataError, faults_of_library
-from pipeline.files import read_object
+from pipeline.files.json_files import read_object
 
 SPACE = "▁"
 """How a tokenizer whose tokens are characters spells a space."""

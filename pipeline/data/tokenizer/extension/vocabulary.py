@@ -31,14 +31,9 @@ from pipeline.data.tokenizer.extension.merges import (
 from pipeline.data.tokenizer.load import Tokenizer, batches, load_tokenizer
 from pipeline.data.tokenizer.tokenizer_file import fingerprint_of, json_file
 from pipeline.errors import DataError
-from pipeline.files import (
-    FolderKind,
-    published_folder,
-    read_inside,
-    read_record,
-    write_json,
-    write_record,
-)
+from pipeline.files.folders import FolderKind, published_folder
+from pipeline.files.json_files import read_record, write_json, write_record
+from pipeline.files.reading import read_inside
 from pipeline.log import progress_bar
 
 RECORD = "vocabulary.json"

@@ -1,0 +1,46 @@
+"""Where shipped configurations, scripts and pages lie, in a checkout or an installed package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
+
+
+def with_pages_found(text: str) -> str:
+    """`text` with every page of docs/ that it names as a user of the package can find it.
+
+    In the project's folder the names stay. Elsewhere the table of settings is what a command
+    prints. Other pages get their whole path if this is a checkout; else the text says that they
+    are in the source.
+    """
+    if Path("docs/configuration.md").exists():
+        return text
+    root = Path(__file__).resolve().parent.parent
+
+    def place_of(page: re.Match[str]) -> str:
+        path, _, _ = page[0].partition("#")
+        if path == "docs/configuration.md":
+            return "scale-cpt describe-config"
+        if (root / path).exists():
+            return str(root / page[0])
+        return f"{page[0]} in the source of scale-cpt"
+
+    return _PAGE.sub(place_of, text)
+
+
+SHIPPED = ("configs", "ds_configs", "slurm", "examples")
+"""What a folder to work in holds: configurations, batch scripts, and the demo's model and texts."""
+
+
+def shipped() -> Path:
+    """The folder that holds `SHIPPED`: inside an installed package, or else the checkout.
+
+    setup.py copies them into the package.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / "shipped"
+    if inside.is_dir():
+        return inside
+    return package.parent

@@ -1,0 +1,45 @@
+"""What identifies this machine and the processes on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+_UTF8_MODE = "PYTHONUTF8"
+
+
+def use_utf8() -> None:
+    """Starts this program again in Python's UTF-8 mode if the locale has another encoding.
+
+    In such a locale, as C is, file names that are not ASCII could not be recorded, or would be
+    recorded as other names than in a UTF-8 locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8_MODE) != "1":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, _UTF8_MODE: "1"})
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """The id of this machine's last boot, and of this process's PID namespace.
+
+    Two processes of the same number on this machine differ in it. Host names need not be unique,
+    and containers on one host have their own namespaces.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def process_exists(pid: int) -> bool:
+    """Whether there is a process of this number, of any user.
+
+    The signal 0 finds it even where /proc hides other users' processes (hidepid).
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

@@ -122,7 +122,11 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
-    check_native(spec, "config init")
+    check_native(
+        spec,
+        "config init",
+        "write the configuration by hand, as docs/architectures.md#hosted-bases shows",
+    )
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)

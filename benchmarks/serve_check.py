@@ -1,7 +1,7 @@
 """A merged export and its base in llama.cpp: what f16 and Q8_0 change of their perplexities.
 
     make serve-check LLAMA_CPP=../llama.cpp EXPORT=exported BASE=models/mine TEXT=texts.jsonl
-    python -m benchmarks.serve_check --llama-cpp ../llama.cpp --export exported
+    python -m benchmarks.serve_check --llama-cpp ../llama.cpp --export exported --base models/mine
 
 llama.cpp is a checkout that was built (cmake -B build && cmake --build build --target
 llama-perplexity). Its own convert_hf_to_gguf.py converts both folders, in the Python of this
@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.nn.functional as F
 
-from benchmarks.results import ROOT, STORIES, Row, make_parser, print_rows, write_rows
+from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
@@ -55,7 +55,12 @@ def main() -> int:
         "--llama-cpp", type=Path, required=True, help="a checkout of llama.cpp that was built"
     )
     parser.add_argument("--export", type=Path, required=True, help="a merged export")
-    parser.add_argument("--base", type=Path, default=STORIES, help="its base (default: the demo's)")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        required=True,
+        help="its base, whose tokenizer llama.cpp must read as transformers does (not the demo's)",
+    )
     parser.add_argument(
         "--text",
         default=str(STORIES_TEXT),

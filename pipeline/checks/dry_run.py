@@ -15,11 +15,11 @@ from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.data import Corpus
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
-from pipeline.config.run import RunConfig
+from pipeline.config.run import GateSettings, RunConfig
 from pipeline.config.stage_plan import tokens_after, training_stages
 from pipeline.config.stages import proportions
 from pipeline.conversion.convert import HF_FOLDER
-from pipeline.conversion.formats import describe_formats, unsupported_reason
+from pipeline.conversion.formats import auto_format, describe_formats, unsupported_reason
 from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import (
@@ -34,6 +34,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files.disk_space import free_bytes, held_bytes
+from pipeline.hf import Exported
 from pipeline.hf.served_tokenizer import warn_of_base
 from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model
@@ -159,7 +160,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
         figures["formats"] = refused
-        rows.append(("serving", _describe_serving(expansion, spec, refused["merged"])))
+        rows.append(("serving", _describe_serving(config.gate, expansion, spec, refused)))
     return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults], figures)
 
 
@@ -196,16 +197,55 @@ def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
 
 
 def _describe_serving(
-    expansion: ExpansionPlan | None, spec: DecoderSpec, merged_refused: str | None
+    gate: GateSettings | None,
+    expansion: ExpansionPlan | None,
+    spec: DecoderSpec,
+    refused: Mapping[Exported, str | None],
 ) -> str:
-    """Whether the run's export can be served by two GPUs: its widths are chosen before training."""
-    if merged_refused is not None:
-        return (
-            f"CANNOT BE SERVED AT TP {_SERVED_TP}: vLLM runs format scale on one rank, and a "
-            f"merged export is not possible: {merged_refused}"
-        )
-    added = None if expansion is None else expansion.expansion
-    return describe_splitting(added, spec, _SERVED_TP)
+    """Whether the run's export can be served by two GPUs: its widths are chosen before training.
+
+    refused: why the run cannot leave in each format; None where it can.
+    """
+    format = auto_format(refused)
+    if format == "merged":
+        added = None if expansion is None else expansion.expansion
+        return describe_splitting(added, spec, _SERVED_TP)
+    if refused[format] is not None:
+        reason = f"format {format} is not possible: {refused[format]}"
+    elif format == "difference":
+        reason = "vLLM does not run format difference (transformers does)"
+    else:
+        not_run = _not_run_by_vllm(gate, expansion, spec)
+        reason = "vLLM runs format scale on one rank"
+        if not_run is not None:
+            reason = f"vLLM does not run format scale with {not_run} (transformers does)"
+    return (
+        f"CANNOT BE SERVED AT TP {_SERVED_TP}: {reason}, and a merged export is not possible: "
+        f"{refused['merged']}"
+    )
+
+
+def _not_run_by_vllm(
+    gate: GateSettings | None, expansion: ExpansionPlan | None, spec: DecoderSpec
+) -> str | None:
+    """What of a scale export the plugin for vLLM does not run, as it says when it loads one; None
+    if it runs all (serving/scale_cpt_serving/vllm_model.py).
+    """
+    if not spec.is_native:
+        return "a hosted base"
+    if spec.mixture is not None:
+        return "a mixture of experts"
+    if expansion is not None and expansion.own is not None:
+        return "open tokens' own weights"
+    if gate is not None and expansion is not None:
+        if expansion.gate_layer(gate.layer) > expansion.last_exact_layer:
+            return "layers that run twice below the gate"
+        if gate.features == "token+running_mean":
+            return "a running mean that its gate reads (gate.features: token needs none)"
+    for layer in spec.layers:
+        if layer.rotary is not None and layer.rotary.context is not None:
+            return "rotary frequencies that change with a text's length"
+    return None
 
 
 def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:

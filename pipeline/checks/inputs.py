@@ -53,6 +53,7 @@ from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.checkpoint_names import named_checkpoint
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import TRAINING, is_trained
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 from pipeline.sizing.micro_batch import imagined_ranks
 
 _logger = log.get_logger(__name__)
@@ -333,5 +334,9 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         model = build_model(config, spec, ranks)
         for stage_of_run in training_stages(config) if config.stages else ():
             build_model(stage_of_run.config, spec, ranks)
-    if config.gate is not None and model.plan is not None:
-        model.plan.gate_layer(config.gate.layer)
+    if config.gate is not None:
+        if model.plan is not None:
+            model.plan.gate_layer(config.gate.layer)
+        else:
+            # Full fine-tuning: the gate reads the base, which runs beside the trained model.
+            checked_gate_layer(config.gate.layer, GATE_LAYER, spec.num_layers)

@@ -94,15 +94,15 @@ class DifferenceReport(Report):
 
     Attributes:
         bits: of an element of a matrix within layers.
-        closed_max_abs: the largest difference of a logit from the base's where the gate is closed;
-            anything but 0.0 is not kept.
+        closed_tokens: the number of closed tokens, whose logits were compared with the base's; a
+            folder in which one is not equal to the bit is not kept.
         open_tokens: the number of open tokens; all, with the gate held open, if none was.
         kl_from_base: KL(trained || base) in nats a token, over the open tokens.
         lost: `kl` as a share of that.
     """
 
     bits: int = 4
-    closed_max_abs: float = 0.0
+    closed_tokens: int = 0
     open_tokens: int = 0
     kl_from_base: float = 0.0
     lost: float = 0.0
@@ -284,6 +284,7 @@ def verify_difference(
         found.append(logits.float())
         expected.append(torch.where(is_open[:, None], trained[number], of_base[number]))
     handle.remove()
+    closed_tokens = sum(int((~is_open).sum()) for is_open in opens)
     texts = compare_texts(probe, expected, found)
     if not any(is_open.any() for is_open in opens):
         # Nothing opens: the difference is checked on all tokens, with the gate held open.
@@ -301,6 +302,7 @@ def verify_difference(
         rounding=LogitDifference(kl=_mean_kl(finer, trained, opens)),
         texts=texts,
         bits=exported.config.bits,
+        closed_tokens=closed_tokens,
         open_tokens=sum(int(is_open.sum()) for is_open in opens),
         kl_from_base=from_base,
         lost=kl / from_base if from_base > 0 else 0.0,
@@ -341,8 +343,11 @@ def _check_lost(report: DifferenceReport, granted: LogitDifference, folder: str)
 
 def describe_difference(report: DifferenceReport) -> str:
     """What was found, for the log."""
+    closed = f"closed text is the base's to the bit ({report.closed_tokens:,} tokens)"
+    if report.closed_tokens == 0:
+        closed = "closed text was not compared with the base's, as the gate opens for every token"
     return (
-        f"verified in {report.dtype}: closed text is the base's to the bit; of what training "
+        f"verified in {report.dtype}: {closed}; of what training "
         f"changed in open text, {report.bits} bits lose {100 * report.lost:.2g} % (KL "
         f"{report.kl:.2g} of {report.kl_from_base:.2g} nats a token)"
     )

@@ -91,6 +91,17 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     return "; ".join([", ".join(supported), *refused])
 
 
+def auto_format(reasons: Mapping[Exported, str | None]) -> Exported:
+    """What format `auto` stands for: `merged` if that can express the model, else `difference`,
+    else `scale`; `reasons` are those of `unsupported_reason`.
+    """
+    preferred: tuple[Exported, ...] = ("merged", "difference")
+    for format in preferred:
+        if reasons[format] is None:
+            return format
+    return "scale"
+
+
 def choose_export(
     model: TrainedModel,
     format: Format,
@@ -124,8 +135,7 @@ def choose_export(
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for: `auto` is `merged` if that
-    can express the model, else `difference`, else `scale`.
+    """The format in which the model leaves, if `format` is asked for.
 
     Raises:
         ConversionError: the model cannot leave in that format.
@@ -134,10 +144,7 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
     if format == "auto":
-        format = "scale"
-        for supported in ("difference", "merged"):
-            if reasons[supported] is None:
-                format = supported
+        format = auto_format(reasons)
     if reasons[format] is not None:
         raise ConversionError(
             f"{model.checkpoint}: cannot leave as --format {format}, but as "

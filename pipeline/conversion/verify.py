@@ -181,14 +181,17 @@ def verify(
     if stored_scale is not None:
         unscaled = model.logits(windows, dtype)
     exported = load(folder, dtype)
+    handle: RemovableHandle | None = None
     if gate is not None:
-        gate.fix_in(exported.token_gate, windows, str(folder))
+        handle = gate.fix_in(exported.token_gate, windows, str(folder))
     found = []
     # One window at a time and without a cache, as the training model ran them: a batch would
     # choose other kernels.
     for window in windows:
         logits = exported(window.unsqueeze(0), use_cache=False).logits
         found.append(logits[0].float())
+    if handle is not None:
+        handle.remove()
 
     texts = compare_texts(probe, expected, found)
     trained = compare_texts(probe, unscaled, expected)

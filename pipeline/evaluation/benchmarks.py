@@ -111,7 +111,6 @@ def load_tasks(
                 "scored on"
             )
         task.set_config(key="num_fewshot", value=examples or 0)
-        task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     return Tasks(names, loaded, limit)
 
 
@@ -137,12 +136,15 @@ def _task_manager(names: Sequence[str], include: Path | None, given: str) -> Any
 
 
 def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> list[Result]:
-    """The results of an lm-eval model on `tasks`.
+    """The results of an lm-eval model on `tasks`, with the same solved examples at each call.
 
     If several tasks were asked for, the last result is the mean of their accuracies.
     """
     from lm_eval.evaluator import evaluate
 
+    # A task draws on from one generator: without this a second call would have other examples.
+    for task in tasks.loaded["tasks"].values():
+        task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     found = evaluate(
         model,
         dict(tasks.loaded),

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.benchmarks import Tasks, load_tasks
 
 Question = tuple[list[int], list[int]]
@@ -54,7 +54,8 @@ def task_model(
     """lm-eval's model whose questions `score` answers.
 
     Every question follows what a document follows in training, as in `benchmark_model`. Of a longer
-    one the last `max_length` tokens are read.
+    one the last `max_length` tokens are read. A question raises DataError if an answer has no
+    token.
     """
     # Here: the package is optional, and takes seconds to import.
     from lm_eval.api.model import TemplateLM
@@ -80,6 +81,11 @@ def task_model(
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[Answer]:
             questions: list[Question] = []
             for _, context, continuation in requests:
+                if not continuation:
+                    raise DataError(
+                        "validation.tasks: expected an answer of at least one token, found an "
+                        f"empty one after the tokens {context[-8:]}; leave that task out"
+                    )
                 read = [*context, *continuation][-max_length:]
                 # Of what may follow at least one token is predicted from another.
                 following = min(len(continuation), len(read) - 1)

@@ -42,7 +42,8 @@ def measure(
 
     Returns:
         The effect on each corpus; and the largest difference of a logit from the base's where the
-        gate never opens, or None if it opens in every sequence.
+        gate never opens. That is None if it opens in every sequence, and for full fine-tuning,
+        whose base runs by itself: nothing is to be compared before the export joins the two.
     """
     count = config.validation.max_sequences
     total = sum(min(count, len(samples)) for samples in heldout.values())
@@ -54,12 +55,11 @@ def measure(
             all_closed: list[Tensor] = []
             all_nll: list[Tensor] = []
             for group in windows.groups():
+                difference: float | None = None
                 if base is decoder:
                     closed, nll, difference = _passes(decoder, gate, group, config)
                 else:
                     closed, nll = _passes_of_two(decoder, base, gate, group, config)
-                    # The base's own logits are what a closed token gets.
-                    difference = 0.0 if closed.all(dim=1).any() else None
                 all_closed.append(closed)
                 all_nll.append(nll)
                 if difference is not None:

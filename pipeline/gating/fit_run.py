@@ -92,7 +92,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     fit = fit_on(BaseStream(base, layer), text, config.gate)
     open_ids = NO_OPEN_IDS
     if config.gate.open_ids is not None:
-        open_ids = _open_ids(config, config.gate.open_ids, model, fit.old_ids)
+        open_ids = _open_ids(config, config.gate.open_ids, model, fit.own_ids)
     gate = replace(fit.gate, open_ids=open_ids.ids)
     is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
     is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
@@ -133,13 +133,13 @@ def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -
 
 
 def _open_ids(
-    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, old_ids: Tensor
+    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, own_ids: Tensor
 ) -> OpenIds:
     """The ids that the gate opens, by the corpora of role new, and by old text.
 
-    Old text is what was read of the negatives, and all corpora of role replay.
+    Old text is what was read of self-generated text, and all corpora of role replay.
 
-    old_ids: [Q], as in `Fit`.
+    own_ids: [Q], as in `Fit`.
 
     Raises:
         DataError: a corpus is missing, damaged, or not of this tokenizer.
@@ -150,7 +150,7 @@ def _open_ids(
     base_rows = model.base.spec.vocab_size
     new = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer.fingerprint)
     old = token_counts(config, "replay", rows, tokenizer_fingerprint=tokenizer.fingerprint)
-    old += np.bincount(old_ids.numpy(), minlength=rows)
+    old += np.bincount(own_ids.numpy(), minlength=rows)
     return choose_open_ids(
         new[:base_rows],
         old[:base_rows],
@@ -245,8 +245,8 @@ class Fit(NamedTuple):
             new text's kind.
         new_ids: [P], the ids of those tokens of new text.
         negative_ids: [M], the ids of those tokens of other text.
-        old_ids: [Q], the ids of all tokens of other text that were read; of what the base wrote,
-            without tokens that look new.
+        own_ids: [Q], the ids of all tokens that were read of what the base wrote itself, without
+            those that look new.
     """
 
     gate: FittedGate
@@ -255,7 +255,7 @@ class Fit(NamedTuple):
     left_out: float
     new_ids: Tensor
     negative_ids: Tensor
-    old_ids: Tensor
+    own_ids: Tensor
 
 
 def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
@@ -304,7 +304,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
         left_out=left_out,
         new_ids=unused.tokens[unused.present & unused.is_new],
         negative_ids=unused.tokens[unused.present & ~unused.is_new],
-        old_ids=torch.cat([fit.old_ids(is_open), unused.old_ids(scores > 0)]),
+        own_ids=torch.cat([fit.own_ids(is_open), unused.own_ids(scores > 0)]),
     )
 
 

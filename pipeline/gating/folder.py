@@ -103,7 +103,8 @@ class GateRecord(BaseModel):
     """
     heldout: dict[str, HeldoutText]
     closed_max_abs_logit_difference: float | None
-    """from the base, over held-out sequences on which the gate never opens; None if there is none
+    """from the base, over held-out sequences on which the gate never opens; None if there is none,
+    and for full fine-tuning, whose export is compared instead
     """
     tensors_hash: str = ""
     """SHA-256 of gate.safetensors"""

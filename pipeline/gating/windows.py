@@ -65,15 +65,13 @@ class Windows:
         """
         return replace(self, present=self.present & ~(self.is_own & self.mostly(is_open)))
 
-    def old_ids(self, is_open: Tensor) -> Tensor:
-        """The ids of old text: [T].
+    def own_ids(self, is_open: Tensor) -> Tensor:
+        """The ids of what the base wrote itself: [T].
 
-        A base that knows a little of the new language writes words of it in other text too: of what
-        it wrote, tokens that look new are left out. So are spliced windows, which repeat text of
-        others. is_open: bool [N, S], the tokens that look new.
+        A base that knows a little of the new language writes words of it in other text too: tokens
+        that look new are left out. is_open: bool [N, S], the tokens that look new.
         """
-        is_old = self.present & ~self.is_new.any(dim=1, keepdim=True)
-        return self.tokens[is_old & ~(self.is_own & is_open)]
+        return self.tokens[self.present & self.is_own & ~is_open]
 
     def mostly(self, is_open: Tensor) -> Tensor:
         """The tokens of documents of which most present tokens are open: bool [N, S]."""

@@ -33,7 +33,7 @@ def checkout(folder: Path, cases: dict[str, str]) -> Path:
 
 
 def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    options = ["--llama-cpp", folder, "--export", STORIES]
+    options = ["--llama-cpp", folder, "--export", STORIES, "--base", STORIES]
     monkeypatch.setattr(serve_check, "MAX_BYTES", 2**11)
     monkeypatch.setattr("sys.argv", ["serve_check", *map(str, options)])
     return serve_check.main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,8 +186,28 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     rows = dict(plan.rows)
     assert export in rows["export"]
     assert ("gate" in rows["stages"]) == gate
-    serving = "a merged export" if export.startswith("merged") else "CANNOT BE SERVED AT TP 2: vLLM"
-    assert rows["serving"].startswith(serving)
+    assert rows["serving"].startswith("a merged export") == export.startswith("merged")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "runs format scale on one rank, and a merged export is not possible: method.norm"),
+        ({"gate": {"features": "token"}}, "runs format scale on one rank, and"),
+        ({"gate": {}}, "does not run format scale with a running mean"),
+        ({"gate": {"features": "token", "layer": 4}}, "does not run .* layers that run twice"),
+        ({"gate": {}, "method__own_rows": {}}, "does not run .* open tokens' own weights"),
+        (
+            {"gate": {}, "method": {"name": "fft"}},
+            "does not run format difference .* is not possible: a gate decides for each token",
+        ),
+    ],
+)
+def test_the_plan_says_why_an_export_cannot_be_served_by_two_gpus(begun, changes, reason):
+    run, tokens = begun
+    path = write_config(run, tokens, name="changed.yaml", **changes)
+    rows = dict(make_plan(load_config(path), Cluster(2, 2)).rows)
+    assert re.match(f"CANNOT BE SERVED AT TP 2: vLLM {reason}", rows["serving"]), rows["serving"]
 
 
 @pytest.mark.parametrize("command", ["tokenize", "upscale"])

@@ -102,6 +102,25 @@ def test_accuracy_is_that_of_transformers_logits(files, log_likelihood):
     assert first.split()[:3] == ["copa", "acc", "12"] and first.count("±") == 2
 
 
+def test_each_call_has_the_same_solved_examples(files):
+    """Two models, or two validations of one, answer the same prompts."""
+    model = benchmark_model(STORIES)
+    asked: list[tuple[str, str]] = []
+    score = model.loglikelihood
+
+    def noted(requests, **options):
+        asked.extend(request.args for request in requests)
+        return score(requests, **options)
+
+    model.loglikelihood = noted
+    tasks = load_tasks(["copa"], include=files, few_shot=3)
+    first = task_results(model, tasks)
+    count = len(asked)
+    assert count == 2 * len(COPA) and asked[0][0].count("\n\n") == 3
+    assert task_results(model, tasks) == first
+    assert asked[count:] == asked[:count]
+
+
 @pytest.mark.parametrize("has_start", [True, False])
 def test_a_prompt_follows_what_documents_follow_in_training(has_start, tmp_path):
     base = (

@@ -180,12 +180,14 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             **kwargs,
         }
         call = {name: value for name, value in given.items() if value is not None}
+        # Trainer's count of the labels in all micro-batches: the loss alone divides by it.
+        call.pop("num_items_in_batch", None)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             call["logits_to_keep"] = logits_to_keep
         output = self.base(**call)
         if labels is not None:
             output.loss = self.loss_function(
-                logits=output.logits, labels=labels, vocab_size=self.config.vocab_size
+                logits=output.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return output
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
@@ -262,6 +263,20 @@ def test_in_16_bits_the_gate_stays_in_fp32(differences, base):
     assert {parameter.dtype for parameter in model.base.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.token_gate.parameters()} == {torch.float32}
     assert torch.equal(model(tokens).logits[~opens], original(tokens).logits[~opens])
+
+
+@torch.no_grad()
+def test_both_models_attend_as_was_asked_for(differences, tmp_path):
+    folder, trained = differences("llama")
+    tokens = some_tokens(trained.spec, 2, LENGTH)
+    expected = load_hf_model(folder)(tokens).logits
+    for asked in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=asked).eval()
+        for config in (model.config, model.base.config, model.trained().config):
+            assert config._attn_implementation == asked
+        assert_near(model(tokens).logits, expected, PARITY)
+    with pytest.raises(ValueError, match="flex"):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flex_attention")
 
 
 @torch.no_grad()

@@ -3,8 +3,13 @@ counts."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline.conversion.hosted_export import _sizes, _structure
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
@@ -29,7 +34,7 @@ def config(tmp_path_factory) -> HostedScaleConfig:
 
 @pytest.fixture
 def model(config) -> HostedScaleForCausalLM:
-    return HostedScaleForCausalLM(config).eval()
+    return HostedScaleForCausalLM(deepcopy(config)).eval()
 
 
 def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
@@ -41,3 +46,28 @@ def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
     for part in tokens.split(1):
         parts.append(model(part, labels=part, num_items_in_batch=torch.tensor(22)).loss)
     torch.testing.assert_close(sum(parts), whole)
+
+
+def test_the_base_attends_as_was_asked_for(config):
+    AttentionInterface.register("of_this_test", sdpa_attention_forward)
+    for asked in ("eager", "sdpa", "of_this_test"):
+        wanted = deepcopy(config)
+        wanted._attn_implementation = asked
+        model = HostedScaleForCausalLM(wanted)
+        assert model.base.config._attn_implementation == asked
+        assert model.config._attn_implementation == asked
+    default = HostedScaleForCausalLM(deepcopy(config))
+    assert default.base.config._attn_implementation == "sdpa"
+
+
+def test_what_the_base_lacks_is_refused(config, monkeypatch):
+    wanted = deepcopy(config)
+    wanted._attn_implementation = "sdpa"
+    monkeypatch.setattr(transformers.GraniteForCausalLM, "_supports_sdpa", False)
+    with pytest.raises(ValueError, match="GraniteForCausalLM does not support .*scaled_dot_product"):
+        HostedScaleForCausalLM(wanted)
+    # The default is what the base has, and a configuration that was used asks for the same again.
+    used = deepcopy(config)
+    for _ in range(2):
+        model = HostedScaleForCausalLM(used)
+        assert model.base.config._attn_implementation == "eager"

@@ -413,3 +413,7 @@ def test_what_it_refuses(models, differences):
         exported.generate_batch([[1, 2]])
     with pytest.raises(ValueError, match="expected a DynamicCache"):
         generate(exported, tokens, cache_implementation="static")
+    with torch.no_grad():
+        of_base = exported.base(tokens, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="past_key_values: filled by another model"):
+            exported(tokens, past_key_values=of_base)

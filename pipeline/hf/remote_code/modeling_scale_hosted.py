@@ -155,9 +155,6 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             options["attn_implementation"] = attention
         return base_class._from_config(base_config, dtype=torch.get_default_dtype(), **options)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
 

@@ -14,9 +14,9 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint.manifest import load_manifest
+from pipeline.checkpoint.manifest import StageRecord, load_manifest
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.model_card import _terms
+from pipeline.conversion.model_card import _corpora, _terms
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
 from pipeline.hf.base_card import card_of, hub_name
@@ -115,6 +115,34 @@ def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoint
     convert(Conversion(checkpoint, base, tmp_path / "hf"), probe_maker({}))
     front = front_matter(tmp_path / "hf")
     assert (front["base_model"], front["base_model_relation"]) == ("someone/stories", "finetune")
+
+
+def test_the_card_of_a_run_in_stages_has_what_each_stage_read(checkpoints):
+    """And not what a stage is yet to read; the section `data` alone names no share of replay."""
+    manifest = load_manifest(checkpoints["scale"])
+    common = {"trains": ("output",), "global_batch_size": 1, "sequence_length": 8}
+    stages = []
+    for name, weights, fractions in (
+        ("rows", {"new": 1.0}, {}),
+        ("maps", {"new": 1.0, "old": 2.0}, {"replay": 0.25}),
+        ("last", {"new": 1.0, "later": 1.0}, {"replay": 0.5}),
+    ):
+        stage = {"name": name, "steps": 1, "weights": weights, "fractions": fractions, **common}
+        stages.append(StageRecord(passage_steps=0, **stage))
+    corpora = dict(manifest.run.data["corpora"])
+    for name in ("old", "later"):
+        source = {"dataset": f"someone/{name}", "license": "cc-by-sa-4.0"}
+        corpora[name] = {"role": "replay", "source": source}
+    data = {**manifest.run.data, "corpora": corpora, "replay_fraction": 0.0}
+    run = manifest.run.model_copy(update={"data": data, "stages": tuple(stages)})
+    assert manifest.position.step == 2
+
+    rows, sources = _corpora(manifest.model_copy(update={"run": run}))
+    assert rows == [
+        ("new", "new text", "e9t/nsmc", "cc0-1.0"),
+        ("old", "replay, 25 % of the samples in stage maps", "someone/old", "cc-by-sa-4.0"),
+    ]
+    assert [source["dataset"] for source in sources] == ["e9t/nsmc", "someone/old"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipeline.checkpoint.manifest import StageRecord, load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.model_card import _corpora, _terms
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConversionError
 from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
@@ -100,6 +100,22 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
     for name in ("tokenizer.json", "generation_config.json"):
         assert kept[name] == (STORIES / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "expected"),
+    [
+        ("auto", {"packing_is_asked": True}, "--bits and --min-count .* found format scale"),
+        ("expansion", {"tp_size": 8}, "--tensor-parallel-size 8 .* found format expansion"),
+    ],
+)
+def test_an_option_that_its_format_does_not_have_is_refused(
+    format, options, expected, base, checkpoints, tmp_path
+):
+    asked = Conversion(checkpoints["scale"], base, tmp_path / "hf", format, **options)
+    with pytest.raises(ConversionError, match=expected):
+        convert(asked, probe_maker({}))
+    assert not (tmp_path / "hf").exists()
 
 
 def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoints, tmp_path):

@@ -484,15 +484,21 @@ def _check_same_stages(manifest: CheckpointManifest, folder: Path, run: RunRecor
                 )
 
 
-def _begun(stages: Sequence[StageRecord], step: int) -> list[dict[str, Any]]:
-    """The stages that have begun after `step` steps, the last one without its number of steps."""
-    begun: list[dict[str, Any]] = []
+def stages_begun(stages: Sequence[StageRecord], step: int) -> list[StageRecord]:
+    """The stages that have begun after `step` steps; the first one always has."""
+    begun: list[StageRecord] = []
     first_step = 0
     for stage in stages:
         if begun and step <= first_step:
             break
-        begun.append(stage.model_dump())
+        begun.append(stage)
         first_step += stage.steps
+    return begun
+
+
+def _begun(stages: Sequence[StageRecord], step: int) -> list[dict[str, Any]]:
+    """The stages that have begun after `step` steps, the last one without its number of steps."""
+    begun = [stage.model_dump() for stage in stages_begun(stages, step)]
     if begun:
         del begun[-1]["steps"]
     return begun

@@ -139,9 +139,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate"
         )
-    if arguments.format not in ("auto", "difference") and (
-        arguments.bits is not None or arguments.min_count is not None
-    ):
+    if arguments.format not in ("auto", "difference") and _asks_packing(arguments):
         raise ConfigError(
             f"--bits and --min-count belong to --format difference, found --format "
             f"{arguments.format}; remove them"
@@ -151,6 +149,11 @@ def _check(arguments: argparse.Namespace) -> None:
             "--min-count: counts tokens in the corpora of a run; name the run, or remove it to "
             "store the rows of all tokens"
         )
+
+
+def _asks_packing(arguments: argparse.Namespace) -> bool:
+    """Whether options of the format `difference` are given."""
+    return arguments.bits is not None or arguments.min_count is not None
 
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
@@ -163,6 +166,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         packing_of,
         run_sources,
     )
+    from pipeline.conversion.difference import FOUR_BITS
     from pipeline.conversion.verify import probe_maker
     from pipeline.data.sources.records import Keys
     from pipeline.hf.served_tokenizer import texts_of
@@ -176,12 +180,15 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         conversion = Conversion(
             arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate
         )
-    packing = packing_of(config, arguments.bits, arguments.min_count)
     if arguments.text:
         sources = {path.name: [str(path)] for path in arguments.text}
         keys = {}
     if arguments.without_gate:
         conversion = replace(conversion, gate=None)
+    # Only a difference is packed, and it has a gate: other exports do not read the run's tokens.
+    packing = FOUR_BITS
+    if conversion.gate is not None and arguments.format in ("auto", "difference"):
+        packing = packing_of(config, arguments.bits, arguments.min_count)
     conversion = replace(
         conversion,
         output=arguments.output or conversion.output,
@@ -191,6 +198,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         purpose=arguments.purpose,
         packing=packing,
+        packing_is_asked=_asks_packing(arguments),
         tp_size=arguments.tensor_parallel_size,
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))

@@ -26,7 +26,7 @@ from pipeline.conversion.difference import (
     stored_sizes,
     verify_difference,
 )
-from pipeline.conversion.formats import check_format, choose_export
+from pipeline.conversion.formats import check_format, check_tp_size, choose_export
 from pipeline.conversion.model_card import model_card, on_stored_scale
 from pipeline.conversion.verify import Loader, MakeProbe, Probe, Report, describe, verify
 from pipeline.data.sources.records import Keys
@@ -85,6 +85,7 @@ class Conversion:
         purpose: what the export is for; it decides the scale at which a merged export stores added
             channels.
         packing: how the format `difference` stores one.
+        packing_is_asked: whether the user chose `packing`, so that other formats are refused.
         tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
     """
 
@@ -98,6 +99,7 @@ class Conversion:
     overwrite: bool = False
     purpose: Purpose = "serving"
     packing: Packing = FOUR_BITS
+    packing_is_asked: bool = False
     tp_size: int = 1
 
 
@@ -189,8 +191,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         CheckpointError: the checkpoint is missing or damaged, or the gate is not fitted for it.
         BaseModelError: the base is missing or damaged, or another one than the checkpoint's.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, or what was written differs from it,
-            or its tokenizer from that of training.
+        ConversionError: the format cannot express the model, or has not what is asked for, or what
+            was written differs from it, or its tokenizer from that of training.
     """
     output = conversion.output
     is_expansion = conversion.format == "expansion"
@@ -200,6 +202,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         )
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
+    _check_options(conversion, model)
     request = _request(conversion)
     kind = EXPANSION if is_expansion else EXPORT
     if holds(kind, output) and _is_made_for(request, output / kind.record):
@@ -271,11 +274,25 @@ def _open(conversion: Conversion) -> TrainedModel:
     return replace(model, gate=gate)
 
 
+def _check_options(conversion: Conversion, model: TrainedModel) -> None:
+    """Checks that what is asked for has an effect in the format that is written.
+
+    Raises:
+        ConversionError: it has none, or the model cannot leave in that format.
+    """
+    written = check_format(model, conversion.format)
+    check_tp_size(model, written, conversion.tp_size)
+    if conversion.packing_is_asked and written != "difference":
+        raise ConversionError(
+            f"{model.checkpoint}: --bits and --min-count are about the format difference, found "
+            f"format {written} of method {model.settings.name}; leave them out"
+        )
+
+
 def _write_expansion(
     conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]
 ) -> None:
     """Writes what was added to the base, from which a run can start."""
-    check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     run = model.manifest.run
     origin = {

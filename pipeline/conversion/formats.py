@@ -118,11 +118,7 @@ def choose_export(
         ConversionError: `format` cannot express the model, or it is not to be padded.
     """
     written = check_format(model, format)
-    if tp_size > 1 and (written != "merged" or model.plan is None):
-        raise ConversionError(
-            f"{model.checkpoint}: --tensor-parallel-size {tp_size} pads a merged export of a "
-            f"widened model, found format {written} of method {model.settings.name}; leave it out"
-        )
+    check_tp_size(model, written, tp_size)
     if written == "merged":
         return merged_export(model, dtype, purpose, tp_size)
     if written == "peft":
@@ -132,6 +128,19 @@ def choose_export(
     if not model.base.spec.is_native:
         return hosted_export(model, dtype)
     return scale_export(model, dtype)
+
+
+def check_tp_size(model: TrainedModel, written: Exported, tp_size: int) -> None:
+    """Checks that a model in the format `written` can be padded for `tp_size` GPUs.
+
+    Raises:
+        ConversionError: it is not a merged export of a widened model.
+    """
+    if tp_size > 1 and (written != "merged" or model.plan is None):
+        raise ConversionError(
+            f"{model.checkpoint}: --tensor-parallel-size {tp_size} pads a merged export of a "
+            f"widened model, found format {written} of method {model.settings.name}; leave it out"
+        )
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:

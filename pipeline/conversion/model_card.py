@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from pipeline.checkpoint.manifest import CheckpointManifest, stages_begun
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import title_of
 from pipeline.conversion.verify import Report
@@ -41,7 +42,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     run = model.manifest.run
     position = model.manifest.position
     base_name = base_hub_name(model)
-    corpora, _ = _corpora(run.data)
+    corpora, _ = _corpora(model.manifest)
     figures = []
     for name, text in report.texts.items():
         figures.append((name, text.tokens, text.training_perplexity, text.exported_perplexity))
@@ -111,7 +112,7 @@ def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
     relation = "adapter" if export.format == "peft" else "finetune"
     library = "peft" if export.format == "peft" else "transformers"
     card = card_of(model.base.path)
-    _, sources = _corpora(model.manifest.run.data)
+    _, sources = _corpora(model.manifest)
     languages: list[str | None] = []
     stated = card.get("language")
     for language in stated if isinstance(stated, list) else [stated]:
@@ -239,29 +240,63 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
+def _corpora(
+    manifest: CheckpointManifest,
+) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
     """A row for each corpus that trained, and what the run's configuration says of its source."""
     rows: list[tuple[str, ...]] = []
     sources: list[dict[str, str]] = []
-    for name, corpus in data["corpora"].items():
+    for name, corpus in manifest.run.data["corpora"].items():
         role = corpus["role"]
-        share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
-        if not share:
+        use = _use_of(name, role, manifest)
+        if use is None:
             continue
         source: dict[str, str] = {}
         for key, value in (corpus.get("source") or {}).items():
             if value:
                 source[key] = value
         sources.append(source)
-        what = "new text"
-        if role != "new":
-            what = f"{role}, {100 * share:.3g} % of the samples"
         if role == "self_generated":
-            rows.append((name, what, "text that the base wrote", "as the base"))
+            rows.append((name, use, "text that the base wrote", "as the base"))
         else:
             dataset = source.get("dataset", "not stated")
-            rows.append((name, what, dataset, source.get("license", "not stated")))
+            rows.append((name, use, dataset, source.get("license", "not stated")))
     return rows, sources
+
+
+def _use_of(name: str, role: str, manifest: CheckpointManifest) -> str | None:
+    """In which role a corpus trained, and the share of the samples that its role had: in each stage
+    of a run in stages; None if it did not train."""
+    shares = _shares(name, role, manifest)
+    trained = {stage: share for stage, share in shares.items() if share > 0}
+    if not trained:
+        return None
+    what = "new text" if role == "new" else role
+    is_alike = len(set(shares.values())) == 1
+    parts: list[str] = []
+    for stage, share in trained.items():
+        part = "" if role == "new" else f"{100 * share:.3g} % of the samples"
+        if not is_alike:
+            part = f"{part} in stage {stage}".lstrip()
+        if part and part not in parts:
+            parts.append(part)
+    return ", ".join([what, *parts])
+
+
+def _shares(name: str, role: str, manifest: CheckpointManifest) -> dict[str, float]:
+    """The share of the samples that the role of a corpus had, by the stages that have begun; 0
+    where the corpus was not read, and 1 for new text. A run without stages is one, of no name."""
+    run = manifest.run
+    if not run.stages:
+        share = 1.0 if role == "new" else run.data.get(f"{role}_fraction", 0.0)
+        return {"": share}
+    shares: dict[str, float] = {}
+    for stage in stages_begun(run.stages, manifest.position.step):
+        share = 0.0
+        if stage.weights.get(name, 0.0) > 0:
+            share = 1.0 if role == "new" else stage.fractions.get(role, 0.0)
+        shares[stage.name] = share
+    return shares
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

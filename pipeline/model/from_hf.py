@@ -35,7 +35,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.([a-z.]+\.)?(weight|bias)$")
-OWN_FORMATS = ("scale", "scale_hosted", "scale_combined")
+OWN_FORMATS = ("scale", "scale_hosted", "scale_combined", "scale_difference")
 """The `model_type` of folders that this package writes in a format of its own."""
 RESIDUAL_KEY = "widened_residual"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -87,6 +87,12 @@ def read_spec(path: Path) -> DecoderSpec:
 
 def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
+    if model_type == "scale_difference":
+        raise BaseModelError(
+            f"model_type {model_type!r}: a base with a packed difference cannot be a base; to "
+            "train the model further, convert its checkpoint with --format merged --without-gate "
+            "and name that folder"
+        )
     if model_type in OWN_FORMATS:
         raise BaseModelError(
             f"model_type {model_type!r}: a widened model in its own format cannot be a base; to "

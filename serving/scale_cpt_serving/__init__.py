@@ -1,5 +1,6 @@
-"""Registers models of scale-cpt's formats `scale` and `difference`: with transformers when it is
-imported, and those that vLLM runs with vLLM when it asks.
+"""Registers models of scale-cpt's formats `scale` and `difference`, combinations of them, and those
+on hosted bases: with transformers when it is imported, and those that vLLM runs with vLLM when it
+asks.
 
 `remote_code` holds the files that exported folders carry: here it is a link to them, in the built
 package a copy.
@@ -12,15 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_cpt_serving.remote_code.configuration_difference import DifferenceConfig
 from scale_cpt_serving.remote_code.configuration_scale import ScaleConfig
 from scale_cpt_serving.remote_code.configuration_scale_combined import CombinedConfig
+from scale_cpt_serving.remote_code.configuration_scale_hosted import HostedScaleConfig
 from scale_cpt_serving.remote_code.modeling_difference import DifferenceForCausalLM
 from scale_cpt_serving.remote_code.modeling_scale import ScaleForCausalLM
 from scale_cpt_serving.remote_code.modeling_scale_combined import CombinedForCausalLM
+from scale_cpt_serving.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 
 __all__ = [
     "CombinedConfig",
     "CombinedForCausalLM",
     "DifferenceConfig",
     "DifferenceForCausalLM",
+    "HostedScaleConfig",
+    "HostedScaleForCausalLM",
     "ScaleConfig",
     "ScaleForCausalLM",
     "register",
@@ -30,6 +35,7 @@ for _config, _model in (
     (ScaleConfig, ScaleForCausalLM),
     (CombinedConfig, CombinedForCausalLM),
     (DifferenceConfig, DifferenceForCausalLM),
+    (HostedScaleConfig, HostedScaleForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForCausalLM.register(_config, _model, exist_ok=True)

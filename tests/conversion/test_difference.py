@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
@@ -266,6 +267,20 @@ def test_in_16_bits_the_gate_stays_in_fp32(differences, base):
 
 
 @torch.no_grad()
+def test_both_models_attend_as_was_asked_for(differences, tmp_path):
+    folder, trained = differences("llama")
+    tokens = some_tokens(trained.spec, 2, LENGTH)
+    expected = load_hf_model(folder)(tokens).logits
+    for asked in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=asked).eval()
+        for config in (model.config, model.base.config, model.trained().config):
+            assert config._attn_implementation == asked
+        assert_near(model(tokens).logits, expected, PARITY)
+    with pytest.raises(ValueError, match="flex"):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flex_attention")
+
+
+@torch.no_grad()
 def test_tokens_that_were_guessed_wrongly_are_taken_back(differences):
     """Prompt lookup: several tokens are read at once, and the caches cropped."""
     folder, trained = differences("llama")
@@ -413,3 +428,7 @@ def test_what_it_refuses(models, differences):
         exported.generate_batch([[1, 2]])
     with pytest.raises(ValueError, match="expected a DynamicCache"):
         generate(exported, tokens, cache_implementation="static")
+    with torch.no_grad():
+        of_base = exported.base(tokens, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="past_key_values: filled by another model"):
+            exported(tokens, past_key_values=of_base)

@@ -14,11 +14,11 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint.manifest import load_manifest
+from pipeline.checkpoint.manifest import StageRecord, load_manifest
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.model_card import _terms
+from pipeline.conversion.model_card import _corpora, _terms
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConversionError
 from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
@@ -102,6 +102,22 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         assert kept[name] == (STORIES / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("format", "options", "expected"),
+    [
+        ("auto", {"packing_is_asked": True}, "--bits and --min-count .* found format scale"),
+        ("expansion", {"tp_size": 8}, "--tensor-parallel-size 8 .* found format expansion"),
+    ],
+)
+def test_an_option_that_its_format_does_not_have_is_refused(
+    format, options, expected, base, checkpoints, tmp_path
+):
+    asked = Conversion(checkpoints["scale"], base, tmp_path / "hf", format, **options)
+    with pytest.raises(ConversionError, match=expected):
+        convert(asked, probe_maker({}))
+    assert not (tmp_path / "hf").exists()
+
+
 def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoints, tmp_path):
     """Wherever it lies now."""
     checkpoint = shutil.copytree(
@@ -115,6 +131,34 @@ def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoint
     convert(Conversion(checkpoint, base, tmp_path / "hf"), probe_maker({}))
     front = front_matter(tmp_path / "hf")
     assert (front["base_model"], front["base_model_relation"]) == ("someone/stories", "finetune")
+
+
+def test_the_card_of_a_run_in_stages_has_what_each_stage_read(checkpoints):
+    """And not what a stage is yet to read; the section `data` alone names no share of replay."""
+    manifest = load_manifest(checkpoints["scale"])
+    common = {"trains": ("output",), "global_batch_size": 1, "sequence_length": 8}
+    stages = []
+    for name, weights, fractions in (
+        ("rows", {"new": 1.0}, {}),
+        ("maps", {"new": 1.0, "old": 2.0}, {"replay": 0.25}),
+        ("last", {"new": 1.0, "later": 1.0}, {"replay": 0.5}),
+    ):
+        stage = {"name": name, "steps": 1, "weights": weights, "fractions": fractions, **common}
+        stages.append(StageRecord(passage_steps=0, **stage))
+    corpora = dict(manifest.run.data["corpora"])
+    for name in ("old", "later"):
+        source = {"dataset": f"someone/{name}", "license": "cc-by-sa-4.0"}
+        corpora[name] = {"role": "replay", "source": source}
+    data = {**manifest.run.data, "corpora": corpora, "replay_fraction": 0.0}
+    run = manifest.run.model_copy(update={"data": data, "stages": tuple(stages)})
+    assert manifest.position.step == 2
+
+    rows, sources = _corpora(manifest.model_copy(update={"run": run}))
+    assert rows == [
+        ("new", "new text", "e9t/nsmc", "cc0-1.0"),
+        ("old", "replay, 25 % of the samples in stage maps", "someone/old", "cc-by-sa-4.0"),
+    ]
+    assert [source["dataset"] for source in sources] == ["e9t/nsmc", "someone/old"]
 
 
 @pytest.mark.parametrize(

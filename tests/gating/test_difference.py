@@ -103,6 +103,16 @@ def test_what_is_refused(run):
     assert "--min-count: expected at most" in done.stderr.splitlines()[-1]
 
 
+def test_without_its_gate_it_is_exported_without_the_tokens_of_the_run(run, tmp_path):
+    gone = ["--set", f"data.folder={tmp_path / 'gone'}"]
+    done = scale_cpt("convert", run, "--without-gate", "--output", tmp_path / "hf", *gone)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "hf" / "conversion.json").read_text())
+    assert made["written_format"] == "merged"
+    done = scale_cpt("convert", run, "--without-gate", "--bits", "8", *gone)
+    assert "found format merged of method fft" in done.stderr.splitlines()[-1]
+
+
 def test_the_benchmark_measures_it(run):
     config = load_config(run)
     fit_gate(config)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import BaseModelError, LayoutError
 from pipeline.hf.load import load_hf_model
+from pipeline.hosted import bases as hosted_bases
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, three_16_bit_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
@@ -175,6 +176,14 @@ MIXTURE_FAULTS = {
         "num_experts_per_tok: expected 1 to 6",
     ),
 }
+
+
+def test_a_difference_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "scale_difference"}))
+    expected = r"'scale_difference': .* cannot be a base; .* --format merged --without-gate"
+    for opened in (open_base, hosted_bases.open_base):
+        with pytest.raises(BaseModelError, match=expected):
+            opened(tmp_path)
 
 
 def test_three_numbers_of_16_bits_hold_one_in_fp32():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration_scale import NEEDED  # checks the version of transformers
@@ -23,6 +23,8 @@ class DifferenceConfig(PretrainedConfig):  # type: ignore[misc]
 
     model_type = "scale_difference"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    # So that what is asked for at loading, such as attn_implementation, reaches the base.
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012
 
     def __init__(self, **kwargs: Any) -> None:
         text_config = kwargs.pop("text_config", None)

@@ -48,7 +48,7 @@ class Readers:
         """`inputs` are the new tokens; `cache` holds the text before them, or is None.
 
         Raises:
-            ValueError: the cache is of another kind.
+            ValueError: the cache is of another kind, or another model has filled it.
         """
         self.base = base
         self.gate_layer = gate_layer
@@ -59,6 +59,7 @@ class Readers:
             return
         self._prepare(cache)
         earlier: TextCache = layer_of(TextCache, cache)
+        _check_filled_here(cache, earlier)
         if earlier.get_seq_length() > 0:
             tokens, positions = earlier.keys[:, 0].unbind(-1)
             self.whole = TextInputs(
@@ -162,6 +163,25 @@ class Readers:
             logits_to_keep=kept,
         ).logits
         return logits
+
+
+def _check_filled_here(cache: Any, text: TextCache) -> None:
+    """Checks that `text` holds all tokens that were read into `cache`.
+
+    Layers may have read less than it: they catch up.
+
+    Raises:
+        ValueError: it does not.
+    """
+    known = text.get_seq_length()
+    for layer in cache.layers:
+        if type(layer) is GateCache:  # of the last tokens alone
+            continue
+        if layer.get_seq_length() > known:
+            raise ValueError(
+                "past_key_values: filled by another model, such as the base alone; give the text "
+                "from its start"
+            )
 
 
 @contextmanager

@@ -124,8 +124,12 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
     _keep_in_fp32_modules_strict = ("token_gate",)
 
     def __init__(self, config: HostedScaleConfig) -> None:
+        # What was asked for: `super` puts its default in the place of None.
+        attention = config._attn_implementation
         super().__init__(config)
-        self.base = self._base_of(config)
+        self.base = self._base_of(config, attention)
+        # The base may lack the default, which this configuration would ask for when used again.
+        config._attn_implementation = self.base.config._attn_implementation
         self.embedding = HostedEmbedding(config)
         layers = config.structure["layers"]
         self.layers = nn.ModuleList(
@@ -139,19 +143,17 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         self.post_init()
 
     @staticmethod
-    def _base_of(config: HostedScaleConfig) -> PreTrainedModel:
+    def _base_of(config: HostedScaleConfig, attention: str | None) -> PreTrainedModel:
+        """The base without values; it refuses an `attention` that it lacks, None: its default."""
         values = dict(config.base_config)
         base_class = getattr(transformers, config.base_class)
         base_config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         if not isinstance(base_config, base_class.config_class):
             base_config = base_config.get_text_config()
         options = {}
-        if config._attn_implementation == "eager":  # asked for: the default is faster
-            options["attn_implementation"] = "eager"
+        if attention is not None:
+            options["attn_implementation"] = attention
         return base_class._from_config(base_config, dtype=torch.get_default_dtype(), **options)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
@@ -180,12 +182,14 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             **kwargs,
         }
         call = {name: value for name, value in given.items() if value is not None}
+        # Trainer's count of the labels in all micro-batches: the loss alone divides by it.
+        call.pop("num_items_in_batch", None)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             call["logits_to_keep"] = logits_to_keep
         output = self.base(**call)
         if labels is not None:
             output.loss = self.loss_function(
-                logits=output.logits, labels=labels, vocab_size=self.config.vocab_size
+                logits=output.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return output
 

@@ -91,10 +91,11 @@ class HostedDecoder(CausalDecoder):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostedDecoder:
-        """Applies `fn`, such as a move or a cast, but for a cast of the base.
+        """Applies `fn`, such as a move or a cast, but for a cast of the base's buffers.
 
-        transformers keeps some tensors in fp32, the rotary frequencies of every base among them.
-        DeepSpeed casts a whole module to 16 bits, which would shift all angles.
+        transformers keeps buffers in fp32, the rotary frequencies of every base among them. A cast
+        of the whole module (`Module.to`, `bfloat16`) would shift all angles. DeepSpeed casts
+        parameters only.
         """
         before = dict(self.base.named_buffers())
         super()._apply(fn, recurse)

@@ -95,6 +95,8 @@ class HostedStructure:
         embedding: the module of the token embedding.
         output: the module that computes the logits.
         documents: how documents in one row are kept apart.
+        has_one_stream: whether layers give each other one residual stream, [B, S, hidden_size].
+            Some types carry several: [n, B, S, hidden_size], [B, S, n, hidden_size].
     """
 
     model_type: str
@@ -105,6 +107,7 @@ class HostedStructure:
     embedding: str
     output: str
     documents: DocumentSeparation
+    has_one_stream: bool = True
 
     @property
     def shares_keys(self) -> bool:

@@ -605,7 +605,7 @@ def _model_section(estimator: Estimator) -> str:
     ]
     if len(estimator.stages) > 1:
         stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
-        lines.insert(2, ("stage", f"{stages}; all but hours is of this one"))
+        lines.insert(2, ("stage", f"{stages}; parameters, state and hours are of the whole run"))
     served = estimator.served_flops()
     if served is not None:
         lines.append(

@@ -50,7 +50,10 @@ def test_the_stages_of_a_run_on_a_base_that_no_family_of_ours_reads(granite, tok
 
 
 def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
-    stages = [{"name": "rest", "steps": 2, "trains": ["base_to_expansion"]}, {"name": "all", "steps": 2}]
+    stages = [
+        {"name": "rest", "steps": 2, "trains": ["base_to_expansion"]},
+        {"name": "all", "steps": 2},
+    ]
     path = make_run(
         tmp_path / "run",
         tokens,

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
-        raise ConfigError("--gpus: give the number of GPUs")
+        raise ConfigError("--gpus: give the number of GPUs, such as --gpus 8")
     # Here, because --help does not wait for torch.
     from pipeline.sizing.estimate import open_estimator, report, report_values
 

@@ -89,18 +89,18 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
         )
 
 
-def check_native(spec: DecoderSpec, what: str) -> None:
+def check_native(spec: DecoderSpec, what: str, advice: str) -> None:
     """Checks that a base is native, where only such a base will do.
 
     Args:
         spec: the base's.
         what: what needs it, the beginning of the message.
+        advice: what to do with a hosted one, the end of the message.
 
     Raises:
         BaseModelError: it is a hosted one.
     """
     if isinstance(spec, HostedSpec):
         raise BaseModelError(
-            f"{what}: not for a hosted base (model_type {spec.family}) yet; take a base of a "
-            "native family (docs/architectures.md)"
+            f"{what}: not for a hosted base (model_type {spec.family}) yet; {advice}"
         )

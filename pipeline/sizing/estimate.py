@@ -409,7 +409,12 @@ def open_estimator(
         )
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
     spec = read_spec(source, config.base_code)
-    check_native(spec, "the estimate of memory and time")
+    check_native(
+        spec,
+        "the estimate of memory and time",
+        "train a few steps, and read memory_peak_* and tokens_per_second_per_gpu in the run's "
+        "metrics.jsonl",
+    )
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 

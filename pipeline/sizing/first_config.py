@@ -32,11 +32,12 @@ _WIDER_BY = 1 / 8
 """The paper's expansion, as a share of every width."""
 _L_FP_SHARE = 3 / 16
 """The paper's share of the layers without W12."""
-_OWN_FIRST_LAYER = 2
-"""l_fp under a gate at most: open tokens have weights of their own from there on, and the lower
-they begin, the more they learn (docs/adr/0032-what-is-open-has-its-own.md)."""
-_LOW_RANK = 16
-"""Rank of open tokens' low-rank differences, of which more was no better (studies/LOG.md)."""
+_GATED_L_FP = 0
+"""l_fp under a gate: open tokens have weights of their own from there on. The lower they begin, the
+more they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
+(docs/adr/0033-lora-under-a-gate.md)."""
+_LOW_RANK = 8
+"""Rank of open tokens' low-rank differences beside the expansion (studies/LOG.md)."""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it, as kernels prefer."""
 _PAPER_HIDDEN_SIZE = 2048
@@ -121,7 +122,11 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
-    check_native(spec, "config init")
+    check_native(
+        spec,
+        "config init",
+        "write the configuration by hand, as docs/architectures.md#hosted-bases shows",
+    )
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
@@ -212,7 +217,7 @@ def _with_own_weights(
     """
     gated = {
         **method,
-        "l_fp": min(_OWN_FIRST_LAYER, method["l_fp"]),
+        "l_fp": _GATED_L_FP,
         "collaborative_modules": "both",
         "norm": "base",
     }
@@ -381,8 +386,8 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
     return comment + (
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
-        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md). Such "
-        "a run leaves in the format scale."
+        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md). The "
+        "layers below the gate run twice.\nSuch a run leaves in the format scale."
     )
 
 

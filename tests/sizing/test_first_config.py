@@ -51,7 +51,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
         added.intermediate_size,
         added.num_attention_heads,
         config.method.l_fp,
-    ) == (16, 24, 2, 1)
+    ) == (16, 24, 2, 0)
     spec = open_base(STORIES).spec
     own, whole = (
         plan_expansion(config.method, spec.widths, spec.num_layers).expansion,
@@ -121,9 +121,9 @@ def test_under_a_gate_open_tokens_have_weights_of_their_own_as_far_as_the_base_t
     assert method.pop("expansion") and method == {
         "name": "scale",
         "variant": "adapt",
-        "l_fp": 2,
+        "l_fp": 0,
         "own_rows": {"min_count": 20},
-        "low_rank": 16,
+        "low_rank": 8,
         **own,
     }
     mixture = read_spec(bases / "qwen3-moe-96m.json")

@@ -109,7 +109,7 @@ def hosted_config(name: str) -> PretrainedConfig:
 
 
 def save_hosted(name: str, folder: Path) -> Path:
-    """Writes the base `name` of `KINDS` or `PARTLY_FP32` to `folder`, with the tokenizer of stories260K."""
+    """Writes a base of `KINDS` or `PARTLY_FP32` to `folder`, with the tokenizer of stories260K."""
     random_model(hosted_config(name)).save_pretrained(folder)
     return copy_tokenizer(folder)
 

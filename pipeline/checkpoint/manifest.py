@@ -389,9 +389,9 @@ def check_same_run(
     """Checks that a run can resume from a checkpoint.
 
     Compared are the base, the settings `names`, and with `data` the content of the corpora and the
-    stages that have begun. The
-    parallel layout may differ. Settings that did not exist when the checkpoint was saved have their
-    defaults; what the checkpoint does not record (`not_recorded`) is not compared.
+    stages that have begun. The parallel layout may differ. Settings that did not exist when the
+    checkpoint was saved have their defaults; what the checkpoint does not record (`not_recorded`)
+    is not compared.
 
     Raises:
         CheckpointError: one of them differs.

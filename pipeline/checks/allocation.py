@@ -267,8 +267,12 @@ def check_disk(allocation: Allocation) -> Finding:
         probe.unlink()
 
     def measure() -> tuple[int, int, int]:
-        parameters = allocation.estimator().parameters
-        needed = checkpoints_bytes(allocation.inputs.config, parameters)
+        # Its imports take seconds, and every stage imports this module.
+        from pipeline.sizing.estimate import parameters_of
+
+        inputs = allocation.inputs
+        parameters = parameters_of(inputs.config, inputs.base.spec)
+        needed = checkpoints_bytes(inputs.config, parameters)
         return needed, held_bytes(folder), free_bytes(folder)
 
     needed, held, free = broadcast_from_rank0(measure)

@@ -6,6 +6,7 @@ This is the one place that chooses between `Decoder` and `HostedDecoder`; everyt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -103,9 +104,13 @@ def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
     """Copies parameters and buffers of the base as transformers loads it.
 
     Every rank loads the whole base into its host's memory for this moment.
+
+    Raises:
+        BaseModelError: transformers keeps a parameter in another dtype than the model's.
     """
     whole = base.whole(model.dtype)
     values = dict(whole.named_parameters())
+    _check_one_dtype(values, model.dtype, base)
     for name, parameter in model.base.named_parameters():
         _set(parameter, values[name])
     for name, buffer in whole.named_buffers():
@@ -114,6 +119,27 @@ def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
         parent, _, leaf = name.rpartition(".")
         module = model.base.get_submodule(parent)
         module._buffers[leaf] = buffer.to(model.device)
+
+
+def _check_one_dtype(values: Mapping[str, Tensor], dtype: torch.dtype, base: HostedFolder) -> None:
+    """Checks that all parameters have the model's dtype.
+
+    Of some types transformers keeps parameters in fp32 in a model of 16 bits (routers, sinks), and
+    its code computes with them in fp32. DeepSpeed casts every parameter, so that the base would be
+    another one.
+
+    Raises:
+        BaseModelError: a parameter has another dtype.
+    """
+    for name, value in values.items():
+        if value.dtype != dtype:
+            expected = str(dtype).removeprefix("torch.")
+            found = str(value.dtype).removeprefix("torch.")
+            raise BaseModelError(
+                f"{base.path}: {name}: expected {expected} as the model, found {found}, in which "
+                f"transformers keeps this parameter of a {base.spec.family}; run in fp32 "
+                "(deepspeed: ds_configs/zero1_fp32.json or zero3_fp32.json)"
+            )
 
 
 def _set(parameter: Tensor, whole: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.added_blocks import AddedLayer, added_widths
 from pipeline.hosted.base_inputs import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
@@ -91,10 +91,11 @@ class HostedDecoder(CausalDecoder):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostedDecoder:
-        """Applies `fn`, such as a move or a cast, but for a cast of the base.
+        """Applies `fn`, such as a move or a cast, but for a cast of the base's buffers.
 
-        transformers keeps some tensors in fp32, the rotary frequencies of every base among them.
-        DeepSpeed casts a whole module to 16 bits, which would shift all angles.
+        transformers keeps buffers in fp32, the rotary frequencies of every base among them. A cast
+        of the whole module (`Module.to`, `bfloat16`) would shift all angles. DeepSpeed casts
+        parameters only.
         """
         before = dict(self.base.named_buffers())
         super()._apply(fn, recurse)
@@ -241,16 +242,29 @@ class HostedDecoder(CausalDecoder):
 
     @contextmanager
     def _stream_shown_to(self, use: Callable[[Tensor], object], layer: int) -> Iterator[None]:
-        """Shows `use` the residual stream before `layer` of a forward within, or after the last."""
+        """Shows `use` the residual stream before `layer` of a forward within, or after the last.
+
+        Raises:
+            BaseModelError: within, where the base has several residual streams.
+        """
         structure = self.spec.structure
         last = len(structure.layers) - 1
         module = self.base.get_submodule(structure.layer_name(structure.layers[min(layer, last)]))
 
+        def show(stream: Tensor) -> None:
+            if stream.dim() != 3 or stream.shape[-1] != structure.hidden_size:
+                raise BaseModelError(
+                    f"a hosted base (model_type {self.spec.family}) has a residual stream of "
+                    f"{list(stream.shape)}: expected [B, S, {structure.hidden_size}] for a gate; "
+                    "take another base"
+                )
+            use(stream)
+
         def before(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            use(arguments[0] if arguments else options["hidden_states"])
+            show(arguments[0] if arguments else options["hidden_states"])
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            use(output[0] if isinstance(output, (tuple, list)) else output)
+            show(output[0] if isinstance(output, (tuple, list)) else output)
 
         if layer > last:
             handle = module.register_forward_hook(after)

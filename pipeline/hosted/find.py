@@ -29,7 +29,7 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         twin = build_twin(config)
-        layer_list, layers = find_layers(twin)
+        found = find_layers(twin)
         documents = find_separation(twin)
     names = {module: name for name, module in twin.named_modules()}
     output = twin.get_output_embeddings()
@@ -42,11 +42,12 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
         model_type=config.model_type,
         model_class=type(twin).__name__,
         hidden_size=own_config.get_text_config().hidden_size,
-        layer_list=layer_list,
-        layers=layers,
+        layer_list=found.layer_list,
+        layers=found.layers,
         embedding=names[twin.get_input_embeddings()],
         output=names[output],
         documents=documents,
+        has_one_stream=found.has_one_stream,
     )
     check_names(structure, twin, build_without_memory(config))
     return structure

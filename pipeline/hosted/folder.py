@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -31,15 +33,19 @@ class HostedFolder(BaseFolder):
     @cached_property
     def dtype(self) -> torch.dtype:
         """The type that the base was published in: that of its largest tensor."""
+        names_of: dict[Path, list[str]] = defaultdict(list)
+        for name, file in self.file_of.items():
+            names_of[file].append(name)
         largest = 0
         found = "F32"
-        for name, file in self.file_of.items():
+        for file, names in names_of.items():
             with safe_open(file, framework="pt") as tensors:
-                view = tensors.get_slice(name)
-                size = torch.Size(view.get_shape()).numel()
-                if size > largest and view.get_dtype() in _TYPES:
-                    largest = size
-                    found = view.get_dtype()
+                for name in names:
+                    view = tensors.get_slice(name)
+                    size = torch.Size(view.get_shape()).numel()
+                    if size > largest and view.get_dtype() in _TYPES:
+                        largest = size
+                        found = view.get_dtype()
         return _TYPES[found]
 
     def whole(self, dtype: torch.dtype) -> nn.Module:

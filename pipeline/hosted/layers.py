@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,16 @@ SMALLEST_ADDITIVITY = 0.2
 stream."""
 
 
-def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
-    """The name of the list of layers, and the layers with their blocks.
+class FoundLayers(NamedTuple):
+    """The decoder layers of a model: the fields of `HostedStructure` of the same names."""
+
+    layer_list: str
+    layers: tuple[HostedLayer, ...]
+    has_one_stream: bool
+
+
+def find_layers(twin: PreTrainedModel) -> FoundLayers:
+    """Finds the list of layers, and the layers with their blocks.
 
     Raises:
         UnsupportedStructureError: they cannot be hosted.
@@ -42,7 +50,9 @@ def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
         calls = record(twin, inputs)
     layer_list, called = _layer_list(twin, calls)
     names = {module: name for name, module in twin.named_modules()}
-    width = _checked_width(twin, called, calls)
+    stream = calls[next(iter(called.values()))][0].output
+    _check_positions(twin, stream)
+    width = int(twin.config.get_text_config().hidden_size)
 
     found: list[list[FoundBlock]] = []
     first_of_kind: dict[Hashable, int] = {}
@@ -62,7 +72,8 @@ def find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
     for (index, layer), blocks in zip(called.items(), found, strict=True):
         records = tuple(_record(block, names, f"{layer_list}.{index}.") for block in blocks)
         layers.append(HostedLayer(index, type(layer).__name__, records))
-    return layer_list, _with_least_additivity(layers)
+    has_one_stream = tuple(stream.shape) == (BATCH.rows, BATCH.length, width)
+    return FoundLayers(layer_list, _with_least_additivity(layers), has_one_stream)
 
 
 def _with_least_additivity(layers: list[HostedLayer]) -> tuple[HostedLayer, ...]:
@@ -130,13 +141,12 @@ def _keeps_shape(call: Call) -> bool:
     return hidden.shape == output.shape and output.dim() >= 3
 
 
-def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls: Calls) -> int:
-    """The width of the blocks' inputs and outputs in the twin.
+def _check_positions(twin: PreTrainedModel, stream: Tensor) -> None:
+    """Checks that the residual stream, or each of several, has the text's positions.
 
     Raises:
         UnsupportedStructureError: layers run on other positions than the text's.
     """
-    stream = calls[next(iter(called.values()))][0].output
     text = (BATCH.rows, BATCH.length)
     shapes = [tuple(stream.shape[at : at + 2]) for at in range(stream.dim() - 2)]
     if text not in shapes:
@@ -144,7 +154,6 @@ def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls
             f"{type(twin).__name__}: its layers run on {list(stream.shape)} for a text of "
             f"{list(text)}: on other positions than the text's"
         )
-    return int(twin.config.get_text_config().hidden_size)
 
 
 def _layer_kind(layer: nn.Module) -> Hashable:

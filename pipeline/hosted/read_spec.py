@@ -88,6 +88,19 @@ def _spec_of(config_json: bytes) -> HostedSpec:
         )
     with faults_of_library(f"not a {model_type} config", BaseModelError):
         config = CONFIG_MAPPING[model_type].from_dict(orjson.loads(config_json))
+    # Probes call modules of transformers in ways that their code may not expect.
+    what = f"model_type {model_type}: its structure cannot be found; use a base of another type"
+    with faults_of_library(what, BaseModelError):
+        return _found_spec(config, recorded)
+
+
+def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> HostedSpec:
+    """The hosted base of a configuration, whose structure and output are found on a small twin.
+
+    Args:
+        config: of the base.
+        recorded: the entries of its config.json that count.
+    """
     structure = find_structure(config)
     _, own_config = model_class_of(config)
     output = _output_of(build_twin(config), structure, own_config)
@@ -100,7 +113,7 @@ def _spec_of(config_json: bytes) -> HostedSpec:
     head_dim = _head_dim(text, structure.hidden_size, heads)
     layer = LayerKind(_rotary(text, head_dim))
     return HostedSpec(
-        family=model_type,
+        family=recorded["model_type"],
         vocab_size=output_map.get_parameter("weight").shape[0],
         layers=(layer,) * len(structure.layers),
         widths=Widths(

@@ -7,11 +7,8 @@ the expansion and compared whenever the base is loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
 
 from pipeline.errors import BaseModelError
 
@@ -28,9 +25,6 @@ restarting positions. layer_masks: such a mask for each type of layer, by its na
 with a window need another one. one_document: nothing keeps them apart, so a row holds one document.
 `pipeline.hosted.documents.document_inputs` makes these arguments.
 """
-
-# Two measurements of the additivity of one block, on other processors or torch releases.
-_ADDITIVITY_TOLERANCE = 0.1
 
 
 class UnsupportedStructureError(BaseModelError):
@@ -95,6 +89,8 @@ class HostedStructure:
         embedding: the module of the token embedding.
         output: the module that computes the logits.
         documents: how documents in one row are kept apart.
+        has_one_stream: whether layers give each other one residual stream, [B, S, hidden_size].
+            Some types carry several: [n, B, S, hidden_size], [B, S, n, hidden_size].
     """
 
     model_type: str
@@ -105,6 +101,7 @@ class HostedStructure:
     embedding: str
     output: str
     documents: DocumentSeparation
+    has_one_stream: bool = True
 
     @property
     def shares_keys(self) -> bool:
@@ -114,17 +111,6 @@ class HostedStructure:
     def layer_name(self, layer: HostedLayer) -> str:
         """The module of `layer` in the model."""
         return f"{self.layer_list}.{layer.index}"
-
-    def module_names(self) -> Iterator[str]:
-        """Every module that the structure names."""
-        yield self.embedding
-        yield self.output
-        for layer in self.layers:
-            name = self.layer_name(layer)
-            yield name
-            for block in layer.blocks:
-                yield f"{name}.{block.input_module}"
-                yield f"{name}.{block.name}"
 
     def to_json(self) -> dict[str, Any]:
         """The structure as JSON, in which each kind of layer occurs once."""
@@ -141,72 +127,3 @@ class HostedStructure:
         values = asdict(self)
         values["layers"] = {"kinds": kinds, "indices": indices, "kind_of": kind_of}
         return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> HostedStructure:
-        """The structure that `to_json` wrote.
-
-        Raises:
-            BaseModelError: `values` are not of that form.
-        """
-        try:
-            layers = values["layers"]
-            listed: list[dict[str, Any]] = []
-            for index, kind in zip(layers["indices"], layers["kind_of"], strict=True):
-                listed.append({"index": index, **layers["kinds"][kind]})
-            return TypeAdapter(cls).validate_python({**values, "layers": listed})
-        except (LookupError, TypeError, ValueError, ValidationError) as error:
-            reason = str(error).splitlines()[0]
-            raise BaseModelError(
-                f"not the structure of a hosted base ({reason:.80}); copy the folder again"
-            ) from None
-
-
-def difference(recorded: HostedStructure, found: HostedStructure) -> str | None:
-    """The first difference of two structures, for a message; None if there is none.
-
-    Additivity is a measurement: two values of one block may be 0.1 apart.
-    """
-    for name in (
-        "model_type",
-        "model_class",
-        "hidden_size",
-        "layer_list",
-        "embedding",
-        "output",
-        "documents",
-    ):
-        before = getattr(recorded, name)
-        now = getattr(found, name)
-        if before != now:
-            return f"{name}: expected {before!r}, found {now!r}"
-    if len(recorded.layers) != len(found.layers):
-        return f"layers: expected {len(recorded.layers)}, found {len(found.layers)}"
-    for before, now in zip(recorded.layers, found.layers, strict=True):
-        changed = _layer_difference(before, now)
-        if changed is not None:
-            return f"{recorded.layer_name(before)}: {changed}"
-    return None
-
-
-def _layer_difference(recorded: HostedLayer, found: HostedLayer) -> str | None:
-    """The first difference of two layers; None if there is none."""
-    for name in ("index", "module_class"):
-        before = getattr(recorded, name)
-        now = getattr(found, name)
-        if before != now:
-            return f"{name}: expected {before!r}, found {now!r}"
-    expected_names = [block.name for block in recorded.blocks]
-    found_names = [block.name for block in found.blocks]
-    if expected_names != found_names:
-        return f"blocks: expected {', '.join(expected_names)}, found {', '.join(found_names)}"
-    for block, now in zip(recorded.blocks, found.blocks, strict=True):
-        for name, before in asdict(block).items():
-            value = getattr(now, name)
-            if name == "additivity":
-                if abs(before - value) <= _ADDITIVITY_TOLERANCE:
-                    continue
-            elif before == value:
-                continue
-            return f"{block.name}: {name}: expected {before!r}, found {value!r}"
-    return None

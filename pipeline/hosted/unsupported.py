@@ -40,11 +40,16 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
             f"recomputation_keeps: expected nothing with {hosted}, found "
             f"{config.recomputation_keeps}; remove it, {_OR_NATIVE}"
         )
-    _check_gate(config, hosted)
+    _check_gate(config, spec, hosted)
 
 
-def _check_gate(config: RunConfig, hosted: str) -> None:
-    """Raises ConfigError where a gate would read the stream above the first layer with W12."""
+def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
+    """Raises ConfigError where a gate would read another stream than the exact one of the base."""
+    if config.gate is not None and not spec.structure.has_one_stream:
+        raise ConfigError(
+            f"gate: expected a base with one residual stream, found {hosted} with several; remove "
+            f"it, {_OR_NATIVE}"
+        )
     method = config.method
     if config.gate is None or not isinstance(method, ScaleMethod) or method.l_fp is None:
         return

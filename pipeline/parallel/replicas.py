@@ -1,4 +1,4 @@
-"""Comparison of the frozen parameters that data-parallel ranks hold alike.
+"""Comparison of the frozen parameters and the buffers that data-parallel ranks hold alike.
 
 Each rank reads the base from files of its own node. DeepSpeed would broadcast them from one rank
 all the same: the whole base. Comparing checksums costs a pass over the memory and 32 bytes a rank.
@@ -7,7 +7,7 @@ all the same: the whole base. Comparing checksums costs a pass over the memory a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -27,8 +27,9 @@ _FACTOR = 6364136223846793005
 def check_frozen_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Checks that all ranks of the data-parallel `group` hold the same bits of what is frozen.
 
-    Every rank of the world must call it. Under ZeRO-3 each rank holds a part of its own, and there
-    is nothing to compare.
+    That is every frozen parameter, and every persistent buffer: of some mixtures the correction of
+    the router's scores is one. Under ZeRO-3 each rank holds a part of its own of the parameters,
+    and the buffers alone, whole on each rank, are compared. Every rank of the world must call it.
 
     Raises:
         BaseModelError: on the lowest rank that differs from the first of its group. The other ranks
@@ -40,8 +41,17 @@ def check_frozen_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad and zero_partition_of(parameter) is None:
             frozen.append(parameter)
+    frozen += _persistent_buffers(model)
     digests = all_gathered(digest_of(frozen), group)
     run_on_all_ranks(partial(_check_own, digests, dist.get_rank(group)))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that a state_dict holds; others are computed, not read from a file."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _check_own(digests: list[bytes], rank: int) -> None:

@@ -176,14 +176,7 @@ class Estimator:
 
     @cached_property
     def parameters(self) -> Parameters:
-        with torch.device("meta"):
-            model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base: nn.Module
-            if isinstance(model, HostedDecoder):
-                base = model.base
-            else:
-                base = Decoder(replace(self.spec, new_tokens=0))
-            return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
+        return parameters_of(self.config, self.spec)
 
     @property
     def has_uncounted_rows(self) -> bool:
@@ -336,18 +329,31 @@ class Estimator:
         return seconds
 
 
+def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
+    """The parameters of a run's model, by what becomes of them; built without memory."""
+    with torch.device("meta"):
+        model = training_method(config).build(spec, SINGLE, "none")
+        base: nn.Module
+        if isinstance(model, HostedDecoder):
+            base = model.base
+        else:
+            base = Decoder(replace(spec, new_tokens=0))
+        return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")
+
+
 def estimator_of(
     config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
 ) -> Estimator:
     """The estimator of a run; in a run of several stages, of that which takes the most memory.
 
-    Its `stages` are the estimators of all stages.
+    Memory is not estimated for a hosted base: there it is of the first stage. Its `stages` are the
+    estimators of all stages.
     """
     stages: list[Estimator] = []
     for stage in training_stages(config):
         stages.append(Estimator(config, spec, deepspeed, cluster, stage))
     largest = stages[0]
-    if len(stages) > 1:
+    if len(stages) > 1 and spec.is_native:
         # A layout that is impossible is so in every stage, and is reported where it is estimated.
         with suppress(UserError):
             largest = max(stages, key=_bytes_of_own_choice)
@@ -604,7 +610,7 @@ def _model_section(estimator: Estimator) -> str:
     ]
     if len(estimator.stages) > 1:
         stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
-        lines.insert(2, ("stage", f"{stages}; all but hours is of this one"))
+        lines.insert(2, ("stage", f"{stages}; parameters, state and hours are of the whole run"))
     served = estimator.served_flops()
     if served is not None:
         lines.append(

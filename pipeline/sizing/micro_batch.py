@@ -123,7 +123,7 @@ def measure_micro_batch(
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing, kept_results)
-    assert isinstance(model, Decoder), "hosted bases have no estimate: see `estimator_for`"
+    assert isinstance(model, Decoder), "memory is not estimated for a hosted base"
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:

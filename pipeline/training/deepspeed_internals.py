@@ -88,9 +88,11 @@ def frozen_kept_as_read(model: nn.Module) -> Iterator[None]:
     for parameter in frozen:
         # DeepSpeed's mark of the frozen weights of its own LoRA, which differ from rank to rank.
         parameter.ds_optim_param = True  # type: ignore[attr-defined]
-    yield
-    for parameter in frozen:
-        del parameter.ds_optim_param  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            del parameter.ds_optim_param  # type: ignore[attr-defined]
 
 
 # --- Parameters under ZeRO-3 ---

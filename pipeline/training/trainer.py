@@ -219,10 +219,18 @@ class Trainer:
 
     def _begin_next_stage(self) -> None:
         """Goes on from the checkpoint at the end of a stage, as a run that resumes does."""
+        reached = self.position.step
         with self.phases("checkpoint"):
             position = self.checkpoints.resume(self._engine_after)
         assert position is not None, "the end of a stage was saved"
         self.position = position
+        if position.step < reached:
+            # The checkpoint of the border is damaged: steps are taken again, as after a rollback.
+            warn_on_rank0(
+                _logger, "going back from step %d to step %d at a border", reached, position.step
+            )
+            for observer in self.observers:
+                observer.on_rollback(position.step)
 
     def take_step(self, signals: StopSignals) -> tuple[StepEvent, bool]:
         """Takes the next step.

@@ -94,14 +94,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state_size": 8, "time_step_rank": 4}),
 }
 
+PARTLY_FP32: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_intermediate_size": 20, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1},
+    ),
+}
+"""Kinds of which transformers keeps parameters in fp32 in a model of 16 bits."""
+
 
 def hosted_config(name: str) -> PretrainedConfig:
-    model_type, changes = KINDS[name]
+    model_type, changes = (KINDS | PARTLY_FP32)[name]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **changes})
 
 
 def save_hosted(name: str, folder: Path) -> Path:
-    """Writes the base `name` of `KINDS` to `folder`, with the tokenizer of stories260K."""
+    """Writes a base of `KINDS` or `PARTLY_FP32` to `folder`, with the tokenizer of stories260K."""
     random_model(hosted_config(name)).save_pretrained(folder)
     return copy_tokenizer(folder)
 

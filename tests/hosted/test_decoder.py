@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.errors import BaseModelError
 from pipeline.hosted.bases import open_base
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import is_base
@@ -108,7 +109,7 @@ def test_attention_crosses_documents_where_the_run_wants_it(base):
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma2"])
 def test_16_bits_leave_the_rotary_frequencies_alone(base, kind):
-    """DeepSpeed casts the whole module, and transformers keeps frequencies in fp32."""
+    """A cast of the whole module leaves the base's buffers as transformers loads them."""
     folder = base(kind)
     model = hosted(folder, dtype=torch.bfloat16).bfloat16()
     tokens = some_tokens(folder.spec, 2, 20)
@@ -119,6 +120,19 @@ def test_16_bits_leave_the_rotary_frequencies_alone(base, kind):
     with torch.no_grad():
         expected = body(tokens, use_cache=False).last_hidden_state
     assert torch.equal(model.hidden_states(tokens, path="base").x, expected.flatten(0, 1))
+
+
+def test_parameters_that_transformers_keeps_in_fp32_are_refused_in_16_bits(base):
+    folder = base("ernie4_5_moe")
+    message = r"mlp\.gate\.weight: expected bfloat16 .* found float32, .* run in fp32"
+    with pytest.raises(BaseModelError, match=message) as refusal:
+        hosted(folder, dtype=torch.bfloat16)
+    assert "\n" not in str(refusal.value)
+    model = hosted(folder)
+    tokens = some_tokens(folder.spec, 2, 20)
+    with torch.no_grad():
+        expected = by_transformers(folder)(tokens, use_cache=False).logits
+    assert torch.equal(model.logits(tokens), expected)
 
 
 def test_gradients_of_a_scaled_output_are_those_of_autograd(base):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import orjson
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
 from pipeline.hosted import layers
 from pipeline.hosted.find import build_without_memory, check_names, find_structure
-from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError, difference
+from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError
 from pipeline.hosted.twin import build_twin
+from pipeline.model.architecture import changed_entry
 from tests.hosted.expected import AFTER_A_NORM, FULL, QUICK
 
 CASES = [
@@ -36,12 +39,15 @@ def _rounded(structure: HostedStructure) -> HostedStructure:
     return replace(structure, layers=tuple(rounded))
 
 
+def _as_json(structure: HostedStructure) -> dict[str, Any]:
+    return orjson.loads(orjson.dumps(structure.to_json()))
+
+
 @pytest.mark.parametrize("model_type", CASES)
 def test_the_structure_found_is_that_of_the_modelling_code(model_type):
     expected = (QUICK | FULL)[model_type]
     found = find_structure(expected.config())
-    assert difference(expected.structure(), _rounded(found)) is None
-    assert HostedStructure.from_json(found.to_json()) == found
+    assert changed_entry(_as_json(expected.structure()), _as_json(_rounded(found))) is None
 
 
 def test_the_structure_is_found_twice_alike_and_leaves_the_random_numbers_alone():

@@ -10,12 +10,16 @@ import torch
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.gating.fit_run import fit_gate
 from pipeline.gating.folder import open_gate
+from pipeline.hosted.read_spec import hosted_spec_of
+from pipeline.methods import build_model
+from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
-from tests.training.runs import make_run, train
+from tests.training.runs import make_run, train, write_config
 from tests.widened import packed, some_tokens
 
 ADAPT = {
@@ -71,6 +75,35 @@ def test_closed_tokens_before_the_first_open_one_have_the_base_s_logits(kind, ba
             assert torch.allclose(found[row][prefix], of_base[row][prefix], rtol=0, atol=2e-6)
             if kind != "deepseek_v3":
                 assert torch.equal(found[row][prefix], of_base[row][prefix])
+
+
+def test_a_base_with_several_residual_streams_has_no_gate(tokens, tmp_path):
+    """Gemma 3n carries [4, B, S, D] from layer to layer."""
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    spec = hosted_spec_of(
+        {
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 3,
+            "layer_types": layer_types,
+            "num_kv_shared_layers": 0,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 600,
+            "vocab_size_per_layer_input": 600,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        }
+    )
+    assert not spec.structure.has_one_stream
+    config = load_config(write_config(tmp_path, tokens, method=ADAPT, gate={"tokens": 100}))
+    with pytest.raises(ConfigError, match=r"gate: .*model_type gemma3n_text\) with several"):
+        build_model(config, spec, SINGLE)
+    model = build_model(config.model_copy(update={"gate": None}), spec, SINGLE)
+    with pytest.raises(BaseModelError, match=r"\[4, 2, 12, 64\]: expected \[B, S, 64\]"):
+        model.base_stream(some_tokens(spec, 2, 12), layer=1)
 
 
 def test_a_gate_is_fitted_on_a_trained_run(bases, tokens, tmp_path):

@@ -20,7 +20,7 @@ from tests.files import change_json
 from tests.hosted.bases import save_hosted
 from tests.hosted.test_gate import ADAPT
 from tests.programs import scale_cpt
-from tests.training.runs import losses, train, write_config
+from tests.training.runs import losses, make_run, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,27 @@ def test_the_stages_of_a_run_on_a_base_that_no_family_of_ours_reads(granite, tok
         assert done.returncode == 0, done.stderr
     assert run_ranks(train, 2, path) == [0, 0]
     assert len(losses(tmp_path / "run")) == 6
+
+
+def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
+    stages = [
+        {"name": "rest", "steps": 2, "trains": ["base_to_expansion"]},
+        {"name": "all", "steps": 2},
+    ]
+    path = make_run(
+        tmp_path / "run",
+        tokens,
+        zero=1,
+        base=str(granite),
+        method=ADAPT,
+        schedule__steps=4,
+        stages=stages,
+        preflight__enabled=True,
+    )
+    plan = make_plan(load_config(path), Cluster(gpus=2, gpus_per_node=2))
+    assert plan.faults == []
+    assert run_ranks(train, 2, path) == [0, 0]
+    assert len(losses(tmp_path / "run")) == 4
 
 
 @pytest.mark.parametrize(

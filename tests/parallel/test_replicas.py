@@ -31,13 +31,16 @@ def test_a_checksum_depends_on_every_bit_and_its_place(dtype, monkeypatch):
     assert checksum(values[:0]) == 0
 
 
-def outcome(flipped: int | None) -> str:
+def outcome(flipped: int | None, changed: str = "weight") -> str:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
     model[1].requires_grad_(False)
+    model[1].register_buffer("bias_of_scores", torch.full((3, 3), 0.5))
+    model[1].register_buffer("computed", torch.full((3, 3), 0.5), persistent=False)
     if dist.get_rank() == flipped:
-        model[1].weight.data[2, 1] = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0))
+        values = getattr(model[1], changed).data
+        values[2, 1] = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0))
     # What trains may differ here: DeepSpeed broadcasts it.
     model[0].weight.data += dist.get_rank()
     try:
@@ -50,11 +53,12 @@ def outcome(flipped: int | None) -> str:
 
 
 def outcomes() -> list[str]:
-    return [outcome(None), outcome(1)]
+    return [outcome(None), outcome(1, "computed"), outcome(1), outcome(1, "bias_of_scores")]
 
 
 def test_a_single_bit_stops_all_ranks_and_the_fault_names_the_one_that_differs():
     first, second = run_ranks(outcomes, 2)
-    assert first == ["equal", "exit 1"]
-    assert second[0] == "equal"
-    assert second[1].startswith("rank 1 on ") and "copy it there again" in second[1]
+    assert first == ["equal", "equal", "exit 1", "exit 1"]
+    assert second[:2] == ["equal", "equal"]
+    for fault in second[2:]:
+        assert fault.startswith("rank 1 on ") and "copy it there again" in fault

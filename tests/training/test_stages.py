@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,6 +160,33 @@ def test_a_spike_rolls_back_to_the_border_and_a_kill_does_not_forget_it(tokens, 
     found = metrics(tmp_path / "killed")
     assert {line.pop("rollbacks", 0) for line in found} == {0, 1}
     assert found == metrics(tmp_path / "without")
+
+
+def train_with_a_damaged_border(config: Path) -> None:
+    """Trains a run whose checkpoint at the first border is damaged as soon as it is saved."""
+    trainer = prepared(config)
+    save = trainer.checkpoints.save
+    damaged = []
+
+    def save_and_damage(engine, position, *, required):
+        save(engine, position, required=required)
+        if position.step == 2 and not damaged:
+            folder = trainer.checkpoints.folder / "step_00000002"
+            os.truncate(folder / "rank_00000.safetensors", 100)
+            damaged.append(folder)
+
+    with patch.object(trainer.checkpoints, "save", save_and_damage):
+        trained(trainer)
+
+
+def test_a_damaged_border_repeats_its_steps_and_reports_each_once(tokens, tmp_path):
+    whole = make_run(tmp_path / "whole", tokens, zero=1, **SETTINGS)
+    broken = make_run(tmp_path / "broken", tokens, zero=1, **SETTINGS)
+    jobs = [partial(train, whole), partial(train_with_a_damaged_border, broken)]
+    assert run_ranks(in_turn, 1, jobs) == [[0, None]]
+    assert (tmp_path / "broken" / "checkpoints" / "step_00000002.damaged").exists()
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+    assert rank_files(tmp_path / "broken") == rank_files(tmp_path / "whole")
 
 
 def test_a_kill_while_a_border_is_saved_changes_nothing(tokens, tmp_path):

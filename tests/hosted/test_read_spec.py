@@ -1,0 +1,40 @@
+"""What is read of a hosted base's config.json, and what transformers' code may raise meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig
+
+from pipeline.errors import BaseModelError
+from pipeline.hosted import read_spec
+from pipeline.hosted.read_spec import hosted_spec_of
+
+
+@pytest.mark.parametrize("step", ["find_structure", "_output_of", "_body_name"])
+def test_what_a_probe_raises_is_one_line(step, monkeypatch):
+    def fail(*_args):
+        raise IndexError("too many indices\nfor a tensor")
+
+    monkeypatch.setattr(read_spec, step, fail)
+    read_spec._spec_of.cache_clear()
+    message = "model_type llama: its structure cannot be found; use a base of another type: IndexEr"
+    with pytest.raises(BaseModelError, match=message) as refusal:
+        hosted_spec_of({"model_type": "llama", "num_hidden_layers": 2})
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "theta"),
+    [
+        ({"rope_type": "default", "rope_theta": 500.0}, 500.0),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 300.0}}, 300.0),
+        # Layers of full attention without rotary positions: the added heads have ordinary ones.
+        ({"full_attention": None, "sliding_attention": {"rope_theta": 300.0}}, 10000.0),
+        (None, 10000.0),
+    ],
+)
+def test_the_rotary_embedding_of_the_added_heads(parameters, theta):
+    config = LlamaConfig()
+    object.__setattr__(config, "rope_parameters", parameters)
+    frequencies = read_spec._rotary(config, 8).frequencies
+    assert frequencies == pytest.approx([theta ** (-pair / 4) for pair in range(4)])

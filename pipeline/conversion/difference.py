@@ -37,7 +37,7 @@ from pipeline.conversion.verify import (
     worst_of,
 )
 from pipeline.errors import ConversionError, faults_of_library
-from pipeline.hf.base_files import base_config
+from pipeline.hf.base_files import base_config, text_token_ids
 from pipeline.hf.config import gate_to_config
 from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.load import load_hf_model
@@ -135,9 +135,7 @@ def difference_export(model: TrainedModel, dtype: torch.dtype, packing: Packing)
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
     }
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in text_config:
-            config[name] = text_config[name]
+    config |= text_token_ids(text_config)
 
     trained = _by_module_name(merged_export(model, dtype).tensors)
     base = _by_module_name(merged_export(replace(model, untrained=True), dtype).tensors)

@@ -20,7 +20,7 @@ from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
-from pipeline.hf.base_files import base_config
+from pipeline.hf.base_files import base_config, text_token_ids
 from pipeline.hf.config import gate_to_config, widened_to_config
 from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
@@ -179,10 +179,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
     }
-    base = base_config(model.base.path)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in base:
-            config[name] = base[name]
+    config |= text_token_ids(base_config(model.base.path))
 
     tensors = []
     for name, shape in model.shapes.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.trained_model import TrainedModel
+from pipeline.hf.base_files import text_token_ids
 from pipeline.hf.config import gate_to_config
 from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.remote_code.configuration_scale import NEEDED
@@ -42,9 +43,7 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "transformers_version": NEEDED,
         "tie_word_embeddings": False,
     }
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in spec.config:
-            config[name] = spec.config[name]
+    config |= text_token_ids(spec.config)
 
     tensors: list[PlannedTensor] = []
     whole = model.base.whole(dtype)

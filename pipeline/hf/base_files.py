@@ -62,6 +62,12 @@ def copy_terms(folder: Path, base: Path) -> None:
         copy_file(base, name, folder / name)
 
 
+def text_token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json that name the tokens around a text, where it has them."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: config[name] for name in names if name in config}
+
+
 def base_config(base: Path) -> dict[str, Any]:
     """The config.json of the folder `base`, without the entries that are true of that folder only.
 

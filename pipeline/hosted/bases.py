@@ -49,9 +49,8 @@ def read_spec(path: Path, code: BaseCode | None = None) -> DecoderSpec:
 
 def _is_hosted_by_default(path: Path) -> bool:
     """Whether the base's type is none of the native families."""
-    file = path if path.is_file() else path / "config.json"
     try:
-        values = read_object(file, BaseModelError, "copy the folder again")
+        values = read_object(from_hf.config_file(path), BaseModelError, "copy the folder again")
     except (FileNotFoundError, BaseModelError):
         return False  # the native reader says what is wrong
     model_type = from_hf.model_type_of(values)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.files.json_files import read_object
 from pipeline.hosted.find import build_without_memory, find_structure
 from pipeline.hosted.spec import HostedSpec, LogitScale
 from pipeline.hosted.structure import HostedStructure
 from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN, build_twin, model_class_of
-from pipeline.hub import model_folder
+from pipeline.model.from_hf import read_config
 from pipeline.model.spec import ACTIVATIONS, LayerKind, RotarySpec
 from pipeline.scale.plan import Widths
 
@@ -48,14 +47,7 @@ def read_hosted_spec(path: Path) -> HostedSpec:
         BaseModelError: the file is missing or damaged, transformers has no class for it, or its
             structure is not understood.
     """
-    file = path if path.is_file() else path / "config.json"
-    try:
-        values = read_object(file, BaseModelError, "copy the folder again")
-    except FileNotFoundError:
-        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
-        raise BaseModelError(
-            f"{file}: no such file; base must be a Hugging Face model folder"
-        ) from None
+    file, values = read_config(path)
     try:
         return hosted_spec_of(values)
     except BaseModelError as error:

@@ -63,20 +63,34 @@ def open_base(path: Path) -> BaseFolder:
     return BaseFolder(path, read_spec(path))
 
 
+def config_file(path: Path) -> Path:
+    """The config.json of a base's folder; `path` may be that file itself."""
+    return path if path.is_file() else path / "config.json"
+
+
+def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The config.json of a base's folder, and its entries.
+
+    Raises:
+        BaseModelError: the file is missing or damaged.
+    """
+    file = config_file(path)
+    try:
+        return file, read_object(file, BaseModelError, "copy the folder again")
+    except FileNotFoundError:
+        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
+        raise BaseModelError(
+            f"{file}: no such file; base must be a Hugging Face model folder"
+        ) from None
+
+
 def read_spec(path: Path) -> DecoderSpec:
     """The architecture that the folder's config.json describes; `path` may be that file itself.
 
     Raises:
         BaseModelError: if the file is missing or damaged, or the architecture is not supported.
     """
-    file = path if path.is_file() else path / "config.json"
-    try:
-        values = read_object(file, BaseModelError, "copy the folder again")
-    except FileNotFoundError:
-        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
-        raise BaseModelError(
-            f"{file}: no such file; base must be a Hugging Face model folder"
-        ) from None
+    file, values = read_config(path)
     try:
         _check_type(values)
         with faults_of_library(f"not a {values['model_type']} config", BaseModelError):

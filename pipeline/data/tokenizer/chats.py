@@ -207,7 +207,7 @@ class ChatTemplate:
                 yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
 
     def _marks_answer(self, chat: list[dict[str, Any]], prompt: str, answer: str) -> bool:
-        """Whether the template's generation prompt ends where the last message of `chat` is answered.
+        """Whether the template's generation prompt ends where the last message of `chat` begins.
 
         A server asks with that generation prompt. Where the template has none, a message may follow
         what is before it at once, as in Llama 2's; a header of its own must not come between.

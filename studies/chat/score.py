@@ -132,17 +132,20 @@ def share_as_closed(folder: Path, chats: Sequence[Chat]) -> float | None:
     if getattr(open_export.config, "gate_layer", None) is None:
         return None
     closed_export = load_hf_model(folder, device="cpu")
-    gate = closed_export.model.token_gate
-    gate.threshold = math.inf
-    gate.is_open_id = None
+    closed_export.token_gate.threshold = math.inf
+    closed_export.token_gate.is_open_id = None
     template = chat_template(folder)
     encoder = load_tokenizer(folder).reference
-    alike = 0
+    # Chats of a length are a batch: without padding both exports compute the same products.
+    by_length: dict[int, list[list[int]]] = {}
     for chat in chats:
-        text = template.opened(chat.messages) + chat.reference
-        tokens = torch.tensor([encoder.encode([text]).ids.tolist()])
-        logits = open_export(tokens).logits
-        alike += int(torch.equal(logits, closed_export(tokens).logits))
+        ids = encoder.encode([template.opened(chat.messages) + chat.reference]).ids.tolist()
+        by_length.setdefault(len(ids), []).append(ids)
+    alike = 0
+    for rows in by_length.values():
+        tokens = torch.tensor(rows)
+        is_equal = open_export(tokens).logits == closed_export(tokens).logits
+        alike += int(is_equal.flatten(1).all(1).sum())
     return alike / len(chats)
 
 

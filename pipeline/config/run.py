@@ -412,11 +412,6 @@ class RunConfig(Section):
                 f"method.{settings}: only tokens that a gate opens read them, "
                 "without one the base's outputs would change; add a section gate, or remove them"
             )
-        if method.own_rows is not None and self.vocabulary is not None:
-            raise ValueError(
-                "method.own_rows: not beside an extended vocabulary, whose new tokens have rows "
-                "already; remove own_rows or vocabulary"
-            )
         return self
 
     @model_validator(mode="after")

@@ -236,6 +236,17 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """whether a tensor-parallel rank holds only its share of each sequence between the shared
     layers, which takes less memory"""
+    expert_size: PositiveInt = 1
+    """number of data-parallel ranks that share the frozen experts of a mixture: each holds some of
+    them whole, and computes them for the tokens of all (docs/sizing.md)"""
+    padded_experts: bool = False
+    """whether these ranks make room for all rows that their experts could get: the host then never
+    waits for the number of rows, but a layer's experts take up to expert_size times the memory"""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """How many ranks hold the model once."""
+        return self.tp_size * self.expert_size
 
 
 class ValidationSettings(Section):

@@ -188,6 +188,26 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
         )
 
 
+def check_experts_fit(spec: DecoderSpec, expert_size: int) -> None:
+    """Checks that `expert_size` ranks can share the experts of a base.
+
+    Raises:
+        LayoutError: they cannot.
+    """
+    if expert_size == 1:
+        return
+    if spec.mixture is None:
+        raise LayoutError(
+            f"parallel.expert_size: expected 1 with a base without experts (family {spec.family}), "
+            f"found {expert_size}; remove it"
+        )
+    if spec.mixture.experts % expert_size:
+        raise LayoutError(
+            f"parallel.expert_size: expected a divisor of the base's {spec.mixture.experts} "
+            f"experts, found {expert_size}"
+        )
+
+
 # Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the
 # rounding error. A smaller scale would not survive where a folder is quantised: blocks have fp16
 # scales, matrices have one.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.hosted.find import find_structure
+from pipeline.hosted.read_spec import hosted_spec_of
+from pipeline.scale.plan import OwnWeights
 from tests.hosted.expected import FULL, QUICK
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o"))
@@ -48,3 +50,12 @@ def test_maps_and_norms_are_those_of_the_modelling_code(model_type):
     assert layer.linear_maps == maps
     assert layer.norms == norms
     assert len(structure.last_norms) == 1
+
+
+def test_the_dry_run_names_what_has_own_weights():
+    spec = hosted_spec_of({"model_type": "qwen3_moe", "num_hidden_layers": 3})
+    own = OwnWeights(first_layer=1, gains=True, low_rank=2)
+    maps = ", ".join((*ATTENTION, BOTH[0], *HEADS, BOTH[1]))
+    assert spec.describe_own(own) == f"in 2 layers {maps}; none of experts and routers"
+    gains = OwnWeights(first_layer=2, gains=True)
+    assert spec.describe_own(gains).startswith("in 1 layer input_layernorm, self_attn.q_norm")

@@ -21,7 +21,12 @@ from pipeline.methods.scale import Scale
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
+from pipeline.parallel.quantized import (
+    DEFAULT_RECIPE,
+    Fp8Recipe,
+    QuantizedPrecision,
+    stored_parameter,
+)
 from pipeline.parallel.sharding import named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
@@ -100,7 +105,8 @@ def build_model(
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
     if config.base_precision != "bf16":
-        quantize_base(model, config.base_precision)
+        recipe = Fp8Recipe(**config.fp8.model_dump())
+        quantize_base(model, config.base_precision, recipe)
     if config.stages:
         rest_all_but_stages(model, config)
     return model
@@ -144,8 +150,10 @@ def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
     model.resting = tuple(resting)
 
 
-def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`.
+def quantize_base(
+    model: CausalDecoder, precision: QuantizedPrecision, recipe: Fp8Recipe = DEFAULT_RECIPE
+) -> None:
+    """Stores the base's linear maps, unset yet, in `precision`; in fp8 as `recipe` says.
 
     Embedding, norms and output projection stay.
 
@@ -154,5 +162,5 @@ def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
-        stored = stored_parameter(weight, precision, path, model.tp.size)
+        stored = stored_parameter(weight, precision, path, model.tp.size, recipe)
         module.register_parameter("weight", stored)

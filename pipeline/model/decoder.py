@@ -109,7 +109,7 @@ class Decoder(CausalDecoder):
         self._is_routed = plan is not None and plan.routed
         own_row_of: OwnRowOfToken | None = None
         if plan is not None and plan.own is not None and plan.own.tokens is not None:
-            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
+            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size, spec.added_tokens)
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,

@@ -106,6 +106,8 @@ class DecoderSpec:
         residual: how a base that was widened before stores its residual stream.
         new_tokens: how many tokens a run adds to the vocabulary; their ids follow the base's
             `vocab_size`.
+        added_tokens: how many of the last ids of `vocab_size` are new tokens of a run: a trained
+            model that is read whole has their rows in the base's matrices.
     """
 
     family: str
@@ -133,6 +135,7 @@ class DecoderSpec:
     mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
     new_tokens: int = 0
+    added_tokens: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -145,9 +148,9 @@ class DecoderSpec:
 
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON, but for the layers, and the rows of an extended vocabulary."""
-        values = asdict(replace(self, layers=(), new_tokens=0))
-        del values["layers"]
-        del values["new_tokens"]
+        values = asdict(replace(self, layers=()))
+        for name in ("layers", "new_tokens", "added_tokens"):
+            del values[name]
         return values
 
 

@@ -596,10 +596,12 @@ def report_values(
     cluster = estimator.cluster
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, cluster)
+    served = estimator.served_flops()
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
         "flops_per_token": estimator.flops_per_token("none", "nothing").total,
+        "served_flops_per_token": None if served is None else asdict(served),
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
         "stage": estimator.stage.name or None,

@@ -31,16 +31,15 @@ PADDED = {**SHARED, "parallel__padded_experts": True}
 RUNS: dict[str, dict[str, Any]] = {
     "preserve": {"zero": 3, **SHARED},
     "adapt": {"zero": 1, **PADDED, "activation_checkpointing": "all", "data__replay_loss": "kl"},
-    "route": {"zero": 2, **SHARED},
+    "route": {"zero": 3, **PADDED, "activation_checkpointing": "all"},
     "lora": {"zero": 2, **PADDED, "base_precision": "nf4"},
-    "adapt zero3": {"zero": 3, **PADDED, "activation_checkpointing": "all"},
 }
 ALONE = {"parallel__expert_size": 1, "parallel__padded_experts": False}
 CLOSE = 1e-4
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    method = METHODS[name.split()[0]]
+    method = METHODS[name]
     both = {"l_fp": 1, "collaborative_modules": "both"} if "l_fp" in method else {}
     return {"method": method | both, **RUNS[name]}
 
@@ -61,7 +60,7 @@ def runs(tokens, tmp_path_factory):
     def jobs(kind, make, job, changes):
         for name in RUNS:
             settings = {"base": base, "schedule__steps": STEPS, **settings_of(name), **changes}
-            yield partial(job, make(folder / kind / name.replace(" ", "_"), tokens, **settings))
+            yield partial(job, make(folder / kind / name, tokens, **settings))
 
     done = [[0] * len(RUNS)]
     assert run_ranks(in_turn, 2, list(jobs("shared", make_run, train, {}))) == done * 2
@@ -78,7 +77,6 @@ def runs(tokens, tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains_as_with_all_experts_on_every_rank(runs, name):
     folder, *_ = runs
-    name = name.replace(" ", "_")
     shared = losses(folder / "shared" / name)
     assert len(shared) == STEPS and shared[-1] < shared[0]
     for kind in ("alone", "moved"):

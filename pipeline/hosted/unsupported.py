@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import BaseModelError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.hosted.spec import HostedSpec
-from pipeline.model.spec import DecoderSpec
 
 _OR_NATIVE = "or take a base of a native family (docs/architectures.md)"
 
@@ -86,21 +85,4 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
         raise ConfigError(
             f"method.own_rows, own_gains, low_rank: {hosted} has none yet; remove them, "
             f"{_OR_NATIVE}"
-        )
-
-
-def check_native(spec: DecoderSpec, what: str, advice: str) -> None:
-    """Checks that a base is native, where only such a base will do.
-
-    Args:
-        spec: the base's.
-        what: what needs it, the beginning of the message.
-        advice: what to do with a hosted one, the end of the message.
-
-    Raises:
-        BaseModelError: it is a hosted one.
-    """
-    if isinstance(spec, HostedSpec):
-        raise BaseModelError(
-            f"{what}: not for a hosted base (model_type {spec.family}) yet; {advice}"
         )

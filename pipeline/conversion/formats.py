@@ -27,7 +27,6 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
-from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, added_widths
 
@@ -184,8 +183,8 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     tensors = []
     for name, shape in model.shapes.items():
         tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
-    if model.plan.own is not None and model.plan.own.tokens is not None:
-        table = OwnRowOfToken(model.plan.own.tokens, model.spec.vocab_size).on(torch.device("cpu"))
+    if model.own_row_of is not None:
+        table = model.own_row_of.on(torch.device("cpu"))
         for module in ("own_input", "output"):
             name = f"{module}.row_of_token"
             make = partial(torch.clone, table)

@@ -24,6 +24,11 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
             f"parallel.tp_size: expected 1 with {hosted}, found {max(tp_size, parallel.tp_size)}; "
             f"use ZeRO-3, {_OR_NATIVE}"
         )
+    if parallel.expert_size > 1:
+        raise ConfigError(
+            f"parallel.expert_size: expected 1 with {hosted}, found {parallel.expert_size}; use "
+            f"ZeRO-3, {_OR_NATIVE}"
+        )
     if config.base_precision != "bf16":
         raise ConfigError(
             f"base_precision: expected bf16 with {hosted}, found {config.base_precision}; remove "

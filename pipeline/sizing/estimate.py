@@ -57,7 +57,15 @@ from pipeline.sizing.memory import (
     training_state_bytes,
 )
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
-from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
+from pipeline.sizing.traffic import (
+    EXPERT_PARALLEL,
+    GATHER,
+    MUON,
+    REDUCE,
+    TENSOR_PARALLEL,
+    Traffic,
+    estimate_traffic,
+)
 
 RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
     ("none", "nothing"),
@@ -78,16 +86,33 @@ precise."""
 
 
 class Choice(NamedTuple):
-    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, and what
-    these keep."""
+    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, what these
+    keep, and how many ranks share experts."""
 
     zero_stage: int
     tp_size: int
     activation_checkpointing: ActivationCheckpointing
     kept_results: KeptResults = "nothing"
+    expert_size: int = 1
+
+    def layout(self, gpus: int) -> Layout:
+        """The layout of the ranks on so many GPUs.
+
+        Raises:
+            LayoutError: they do not divide.
+        """
+        return Layout(gpus, self.tp_size, self.expert_size)
+
+    @property
+    def groups(self) -> str:
+        """The sizes of the groups that share a layer: the tensor-parallel size, `x ep` and how many
+        ranks share experts, where several do."""
+        if self.expert_size == 1:
+            return str(self.tp_size)
+        return f"{self.tp_size} x ep {self.expert_size}"
 
     def __str__(self) -> str:
-        text = f"ZeRO-{self.zero_stage} x tp {self.tp_size}"
+        text = f"ZeRO-{self.zero_stage} x tp {self.groups}"
         if self.activation_checkpointing != "none":
             text += f", checkpointing {self.activation_checkpointing}"
         if self.kept_results != "nothing":
@@ -168,6 +193,7 @@ class Estimator:
             config.parallel.tp_size,
             config.activation_checkpointing,
             config.recomputation_keeps if is_recomputed else "nothing",
+            config.parallel.expert_size,
         )
         # Layouts share these: each is measured once.
         self.flops_per_token = cache(self._count_flops)
@@ -213,7 +239,7 @@ class Estimator:
             UserError: the model or the batch cannot be split this way.
         """
         cluster = self.cluster
-        layout = Layout(cluster.gpus, choice.tp_size)
+        layout = choice.layout(cluster.gpus)
         for estimator in self.stages:
             # A layout must divide the batches of all stages.
             accumulation_steps(estimator.stage.config.schedule, layout.dp_size)
@@ -245,7 +271,7 @@ class Estimator:
             UserError: the model cannot be split this way.
         """
         zero, costs = self._micro_batch(choice)
-        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
+        dp_size = choice.layout(self.cluster.gpus).dp_size
         return estimate_memory(
             costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous
         )
@@ -254,7 +280,7 @@ class Estimator:
         """Every layout worth comparing, and the run's own.
 
         Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing
-        to partition.
+        to partition. Experts over ranks are an alternative to it.
         """
         own = self.own_choice
         recomputations = RECOMPUTATIONS
@@ -269,25 +295,45 @@ class Estimator:
             has_replicas = tp_size < self.cluster.gpus
             if stage == 1 or has_replicas or choice == own:
                 yield choice
+        for stage, expert_size in product(stages, self._expert_sizes()):
+            for recomputation in RECOMPUTATIONS:
+                yield Choice(stage, 1, *recomputation, expert_size)
+        if own.expert_size > 1 and (own.tp_size > 1 or own.expert_size not in TP_SIZES):
+            for stage, recomputation in product(stages, RECOMPUTATIONS):
+                yield Choice(stage, own.tp_size, *recomputation, own.expert_size)
 
-    def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[int, str]]:
-        """The estimates of all layouts, and by tensor-parallel size why others are impossible.
+    def _expert_sizes(self) -> list[int]:
+        """How many ranks of a node may share the experts of the run's base."""
+        sizes: list[int] = []
+        if self.spec.mixture is None or not isinstance(
+            training_method(self.config), FrozenBaseMethod
+        ):
+            return sizes
+        largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
+        for size in TP_SIZES:
+            divides = self.spec.mixture.experts % size == 0 and self.cluster.gpus % size == 0
+            if 1 < size <= largest and divides:
+                sizes.append(size)
+        return sizes
+
+    def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[str, str]]:
+        """The estimates of all layouts, and by the sizes of groups why others are impossible.
 
         Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left
         out if it fits with less recomputation, which also saves running its micro-batch.
         """
         estimates: list[Estimate] = []
-        refused: dict[int, str] = {}
-        fitting: set[tuple[int, int]] = set()
+        refused: dict[str, str] = {}
+        fitting: set[tuple[int, int, int]] = set()
         choices = sorted(self.all_choices(), key=_recomputation)  # the least recomputation first
         for choice in counted(choices, "estimating", len(choices), " layouts"):
-            place = choice.zero_stage, choice.tp_size
+            place = choice.zero_stage, choice.tp_size, choice.expert_size
             if place in fitting and choice != self.own_choice and not every:
                 continue
             try:
                 estimate = self.estimate(choice)
             except UserError as error:
-                refused[choice.tp_size] = str(error)
+                refused[choice.groups] = str(error)
                 continue
             estimates.append(estimate)
             if estimate.is_safe(self.cluster):
@@ -295,29 +341,43 @@ class Estimator:
         return sorted(estimates, key=_place), refused
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
-        """One estimate for each ZeRO stage and tensor-parallel size, and the run's own.
+        """One estimate for each ZeRO stage and size of groups, and the run's own.
 
         It is the one with the most recomputation: those with less do not fit.
         """
         wanted = {self.own_choice}
-        last: dict[tuple[int, int], Choice] = {}
+        last: dict[tuple[int, int, int], Choice] = {}
         for estimate in estimates:
             choice = estimate.choice
-            last[choice.zero_stage, choice.tp_size] = choice
+            last[choice.zero_stage, choice.tp_size, choice.expert_size] = choice
         wanted.update(last.values())
         return [estimate for estimate in estimates if estimate.choice in wanted]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         zero = self.deepspeed.at_stage(choice.zero_stage)
-        costs = self._costs(choice.tp_size, choice.activation_checkpointing, choice.kept_results)
+        costs = self._costs(
+            choice.tp_size,
+            choice.activation_checkpointing,
+            choice.kept_results,
+            choice.expert_size,
+        )
         return zero, costs
 
     def _measure(
-        self, tp_size: int, checkpointing: ActivationCheckpointing, kept_results: KeptResults
+        self,
+        tp_size: int,
+        checkpointing: ActivationCheckpointing,
+        kept_results: KeptResults,
+        expert_size: int,
     ) -> MicroBatchCosts:
-        config = self.stage.config
         return measure_micro_batch(
-            config, self.spec, tp_size, checkpointing, self.deepspeed.dtype, kept_results
+            self.stage.config,
+            self.spec,
+            tp_size,
+            checkpointing,
+            self.deepspeed.dtype,
+            kept_results,
+            expert_size,
         )
 
     def run_seconds(self, choice: Choice) -> float:
@@ -373,14 +433,14 @@ def _step_seconds(
 ) -> float:
     """The time of a step, in seconds.
 
-    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with
-    it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after
-    the update.
+    Messages of tensor parallelism and of experts over ranks block the computation, as Muon's do.
+    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the
+    backward pass, as ZeRO-2 gathers after the update.
     """
     seconds: dict[str, float] = defaultdict(float)
     for message in traffic:
         seconds[message.purpose] += message.seconds(cluster)
-    blocking = compute_s + seconds[TENSOR_PARALLEL] + seconds[MUON]
+    blocking = compute_s + seconds[TENSOR_PARALLEL] + seconds[EXPERT_PARALLEL] + seconds[MUON]
     gather_and_reduce = seconds[GATHER] + seconds[REDUCE]
     if not zero.overlaps or zero.zero_stage == 1:
         return blocking + gather_and_reduce
@@ -400,7 +460,8 @@ def open_estimator(
     Raises:
         ConfigError: the DeepSpeed file is invalid for the layout or the run.
         BaseModelError: neither the base's folder nor `base_config` exists.
-        LayoutError: the number of GPUs does not divide by the tensor-parallel size.
+        LayoutError: the number of GPUs does not divide by the tensor-parallel size, or what remains
+            by the number of ranks that share experts.
         DataError: the extended vocabulary is missing, or of another base.
     """
     source = base_config or config.base
@@ -409,7 +470,9 @@ def open_estimator(
             f"{source}: no such file or folder; the base's config.json is enough: "
             "name it with --base-config"
         )
-    deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
+    parallel = config.parallel
+    layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
+    deepspeed = deepspeed_config_of(config, layout)
     spec = read_spec(source, config.base_code)
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
@@ -479,13 +542,13 @@ def _recomputation(choice: Choice) -> int:
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
     """How far a layout is from the simplest one."""
     choice = estimate.choice
-    return choice.tp_size, _recomputation(choice), choice.zero_stage
+    return choice.tp_size * choice.expert_size, _recomputation(choice), choice.zero_stage
 
 
-def _place(estimate: Estimate) -> tuple[int, int, int]:
+def _place(estimate: Estimate) -> tuple[int, int, int, int]:
     """The order of a table."""
     choice = estimate.choice
-    return choice.zero_stage, choice.tp_size, _recomputation(choice)
+    return choice.zero_stage, choice.tp_size, choice.expert_size, _recomputation(choice)
 
 
 def _gib(estimate: Estimate) -> str:
@@ -528,18 +591,19 @@ def report_values(
     cluster = estimator.cluster
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, cluster)
+    served = estimator.served_flops()
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
         "flops_per_token": estimator.flops_per_token("none", "nothing").total,
+        "served_flops_per_token": None if served is None else asdict(served),
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
         "stage": estimator.stage.name or None,
         "cluster": asdict(cluster),
         "usable_bytes": round(cluster.usable_bytes),
         "layouts": [layout_values(estimate, estimator) for estimate in estimates],
-        # Keys of JSON are text.
-        "refused": {str(tp_size): why for tp_size, why in refused.items()},
+        "refused": refused,
         "own": estimator.own_choice._asdict(),
         "recommended": None if recommended is None else recommended._asdict(),
         "reason": reason,
@@ -641,6 +705,7 @@ def _training_state(estimator: Estimator) -> str:
 _LAYOUT_COLUMNS = (
     ("ZeRO", ">4"),
     ("tp", ">3"),
+    ("ep", ">3"),
     ("checkpointing", "<13"),
     ("keeps", "<9"),
     ("weights", ">7"),
@@ -653,25 +718,29 @@ _LAYOUT_COLUMNS = (
     ("net GB", ">7"),
     ("s/step", ">7"),
 )
-"""Heads of the table of layouts, with alignment and width."""
+"""Heads of the table of layouts, with alignment and width. `ep`, how many ranks share experts, is
+left out of tables where none do."""
 
 
 def _layouts_section(
-    estimates: Sequence[Estimate], refused: dict[int, str], cluster: Cluster
+    estimates: Sequence[Estimate], refused: dict[str, str], cluster: Cluster
 ) -> str:
     """A table of layouts, memory in GiB and traffic in GB; and why others are impossible."""
-    lines = [_layout_line([head for head, _ in _LAYOUT_COLUMNS])]
+    rows = [[head for head, _ in _LAYOUT_COLUMNS]]
     for estimate in estimates:
-        lines.append(_layout_line(_layout_cells(estimate, cluster)))
-    for tp_size, reason in refused.items():
-        lines.append(_wrapped(f"  not tp {tp_size}: {reason}"))
+        rows.append(_layout_cells(estimate, cluster))
+    with_experts = any(estimate.choice.expert_size > 1 for estimate in estimates)
+    lines = [_layout_line(row, with_experts=with_experts) for row in rows]
+    for groups, reason in refused.items():
+        lines.append(_wrapped(f"  not tp {groups}: {reason}"))
     return "\n".join(lines)
 
 
-def _layout_line(cells: Sequence[str]) -> str:
+def _layout_line(cells: Sequence[str], *, with_experts: bool) -> str:
     aligned = []
-    for text, (_, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
-        aligned.append(format(text, form))
+    for text, (head, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
+        if head != "ep" or with_experts:
+            aligned.append(format(text, form))
     return " ".join(aligned)
 
 
@@ -684,6 +753,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
     return [
         str(choice.zero_stage),
         str(choice.tp_size),
+        str(choice.expert_size),
         choice.activation_checkpointing,
         "-" if choice.activation_checkpointing == "none" else choice.kept_results,
         f"{memory.weights / GIB:.2f}",
@@ -700,7 +770,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
 
 def _times_section(
     estimates: Sequence[Estimate],
-    refused: dict[int, str],
+    refused: dict[str, str],
     recommended: Choice | None,
     estimator: Estimator,
 ) -> str:
@@ -714,7 +784,7 @@ def _times_section(
             lines.append(_times_of(estimate, "this run's", estimator))
         elif estimate.choice == recommended:
             lines.append(_times_of(estimate, "recommended", estimator))
-    if own.tp_size in refused:
+    if own.groups in refused:
         lines.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
     return "\n".join(_wrapped(line) for line in lines)
 

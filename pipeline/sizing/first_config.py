@@ -15,8 +15,9 @@ from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import sampled_documents
+from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
-from pipeline.errors import ConfigError, LayoutError
+from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.hosted.bases import open_base
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.unsupported import check_hosted_method
@@ -58,6 +59,12 @@ _LITTLE_TEXT = 100_000_000
 _REPEATED = 4
 """Texts of fewer tokens than _LITTLE_TEXT are read so many times: up to four passes are about as
 good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")."""
+_PASSES_OF_CHATS = 2
+_SHARE_OF_CHATS = 3 / 4
+_RATE_OF_CHATS = 1 / 3
+"""How often chats in the new language are read after the texts, their share of the sequences there,
+and the learning rate as a share of the texts' own (docs/results/chat.md)."""
+_CHATS_HELDOUT = 0.01
 _GATE_TEXT = 4
 """Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
 twice that to spare."""
@@ -75,6 +82,9 @@ class FirstRun:
         text_key: the field of the texts.
         old_text_key: the field of the old texts; default: text_key.
         vocabulary: the folder of a tokenizer that extends the base's; default: the base's own.
+        old_chats: files of chats in languages that the base knows, which it answers itself.
+        new_chats: files of chats in the new language, whose answers are learned after the texts.
+        messages_key: the field of the messages in both.
         gated: whether the run has a gate, which learns from self-generated text where to stay
             closed. Without one the model trains on self-generated text, and may leave as an
             ordinary one.
@@ -87,6 +97,9 @@ class FirstRun:
     text_key: str = "text"
     old_text_key: str | None = None
     vocabulary: Path | None = None
+    old_chats: Sequence[str] = ()
+    new_chats: Sequence[str] = ()
+    messages_key: str = "messages"
     gated: bool = True
 
 
@@ -111,6 +124,20 @@ def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text")
     return TextMeasure(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
 
 
+def measure_chats(
+    inputs: Sequence[str], tokenizer: Tokenizer, messages_key: str = "messages"
+) -> TextMeasure:
+    """Estimates the tokens of a corpus of chats, prompts included, from a sample of it.
+
+    Raises:
+        DataError: the tokenizer has no chat template, a file is missing, or no chat has an answer.
+    """
+    keys = Keys(messages_key, messages_key, chat=chat_template(tokenizer.path))
+    sample, factor = sampled_documents(inputs, keys, _SAMPLE_BYTES)
+    found = fertility(tokenizer, (document.whole_text for document in sample))
+    return TextMeasure(list(inputs), max(1, round(factor * found.tokens)), found.tokens_per_byte)
+
+
 def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
@@ -130,6 +157,11 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     schedule, length = _schedule(learned, spec, cluster)
     gated = wanted.gated and not _has_no_gate(spec)
     wanted = replace(wanted, gated=gated)
+    stages: list[dict[str, Any]] = []
+    if wanted.new_chats:
+        tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
+        stages = _stages(schedule, length, tuned)
+        schedule["steps"] = sum(stage["steps"] for stage in stages)
     values: dict[str, Any] = {
         "name": wanted.name,
         "folder": f"runs/{wanted.name}",
@@ -141,10 +173,13 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
             "corpora": _corpora(wanted, learned, known, tokenizer, length),
         },
         "schedule": schedule,
+        "stages": stages,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
+    if not stages:
+        del values["stages"]
     if wanted.gated:
         # The gate alone reads the self-generated text.
         values["data"]["self_generated_fraction"] = 0.0
@@ -157,7 +192,14 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         if spec.is_native:
             values["method"] |= {"norm": "base"}  # which a merged export needs
         config, values = _fitted(values, cluster)
-    text = _as_yaml(values | {"base": str(wanted.base)}, spec, learned, known, cluster)
+    comments = {
+        "data": _data_comment(values, learned, known) + _chats_comment(wanted, tokenizer),
+        "stages": (
+            "First the texts, then chats in the new language, with the loss on their answers alone "
+            "(docs/chat.md)."
+        ),
+    }
+    text = _as_yaml(values | {"base": str(wanted.base)}, comments, spec, learned, cluster)
     return config, with_pages_found(text)
 
 
@@ -185,7 +227,46 @@ def _corpora(
     if old_key != "text":
         old["text_key"] = old_key
         self_generated["text_key"] = old_key  # of its prompts, which are old texts
-    return {"new": new, "old": old, "self_generated": self_generated}
+    corpora = {"new": new, "old": old, "self_generated": self_generated}
+    return corpora | _corpora_of_chats(wanted, sample, length)
+
+
+def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any], length: int) -> dict[str, Any]:
+    """The corpora of chats; `sample` is what the base is asked to write of other text."""
+    corpora: dict[str, Any] = {}
+    if wanted.old_chats:
+        corpora["self_generated_chats"] = {
+            "role": "self_generated",
+            "messages_key": wanted.messages_key,
+            "sample": {
+                "tokens": sample["tokens"],
+                "max_tokens": sample["max_tokens"],
+                "prompts": list(wanted.old_chats),
+            },
+        }
+    if wanted.new_chats:
+        corpora["new_chats"] = {
+            "input": list(wanted.new_chats),
+            "heldout_fraction": _CHATS_HELDOUT,
+            "messages_key": wanted.messages_key,
+        }
+    return corpora
+
+
+def _stages(schedule: dict[str, Any], length: int, tuned: TextMeasure) -> list[dict[str, Any]]:
+    """The stages of a run that learns texts as `schedule` says, and then chats.
+
+    In the second some of the texts are read on, so that what they taught stays.
+    """
+    read = _PASSES_OF_CHATS * tuned.tokens / _SHARE_OF_CHATS
+    steps = max(1, round(read / (schedule["global_batch_size"] * length)))
+    rate = float(f"{schedule['learning_rate'] * _RATE_OF_CHATS:.1e}")
+    # Weights of which new_chats has its share.
+    weights = {"new": 1, "new_chats": round(_SHARE_OF_CHATS / (1 - _SHARE_OF_CHATS))}
+    return [
+        {"name": "texts", "steps": schedule["steps"], "weights": {"new_chats": 0}},
+        {"name": "chats", "steps": steps, "learning_rate": rate, "weights": weights},
+    ]
 
 
 def _method(spec: DecoderSpec) -> dict[str, Any]:
@@ -215,7 +296,8 @@ def _with_own_weights(
 ) -> dict[str, Any]:
     """The method for a run with a gate: what closed tokens never read may change more.
 
-    With a mixture of experts there are no low-rank differences, which it does not take.
+    With a mixture of experts there are no low-rank differences: its experts have none, and what
+    those of attention alone gain was not measured.
     """
     if isinstance(spec, HostedSpec):
         return _hosted_with_own_weights(method, spec, with_rows=with_rows)
@@ -364,13 +446,13 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
 
 def _as_yaml(
     values: dict[str, Any],
+    comments: dict[str, str],
     spec: DecoderSpec,
     learned: TextMeasure,
-    known: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where each section's values come from."""
-    comments = {
+    """The settings with comments on where each section's values come from: those given, and more."""
+    comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
             "start from.\n"
@@ -378,7 +460,6 @@ def _as_yaml(
             "`scale-cpt config show`."
         ),
         "method": _method_comment(values, spec),
-        "data": _data_comment(values, learned, known),
         "gate": _gate_comment(spec),
         "schedule": _schedule_comment(values, learned),
         "deepspeed": (
@@ -468,6 +549,32 @@ def _data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasu
         "forgotten.\n"
         f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
     )
+
+
+def _chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
+    """What is said of chats, on lines of its own; empty for a base that is no chat model."""
+    lines: list[str] = []
+    if wanted.old_chats:
+        lines.append("self_generated_chats: the base answers the chats itself.")
+    if wanted.new_chats:
+        lines.append(
+            "new_chats: chats in the new language, read in the second stage alone; the gate also "
+            "learns from them where to open."
+        )
+    if not lines and _has_chat_template(tokenizer):
+        lines.append(
+            "The base has a chat template: --old-chats keeps its chats, and --new-chats teaches it "
+            "to answer in the new language (docs/chat.md)."
+        )
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _has_chat_template(tokenizer: Tokenizer) -> bool:
+    try:
+        chat_template(tokenizer.path)
+    except DataError:
+        return False
+    return True
 
 
 def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:

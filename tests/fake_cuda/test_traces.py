@@ -25,7 +25,7 @@ QUICK = [
         f"adapt/llama/{option}"
         for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_tokens", "gate")
     ),
-    *("fft/llama/kl", "route/llama/gate", "muon/llama"),
+    *("fft/llama/kl", "route/llama/gate", "muon/llama", "adapt/llama/fp8/row"),
     "preserve/llama/own rows/own gains/low rank/all/kl",
     "adapt/llama/own rows/gate",
     "adapt/llama/own gains/gate",
@@ -52,6 +52,10 @@ ALL = [
         for method in METHODS
         for option in ("all", "kl", "new_tokens", "fp32")
     ),
+    *(
+        f"adapt/llama/fp8/{options}"
+        for options in ("gradients in e5m2", "gradients in bf16", "row/gradients in e5m2", "fp32")
+    ),
 ]
 ALL_COMPILED = [
     *(f"adapt/{name}/compiled" for name in DENSE),
@@ -62,6 +66,8 @@ ALL_COMPILED = [
         f"adapt/llama/{options}/compiled"
         for options in ("fp32", "fp8", "nf4", "all", "kl", "new_tokens")
     ),
+    "adapt/llama/fp8/row/compiled",
+    "adapt/llama/fp8/gradients in e5m2/all/keeps products/compiled",
     "adapt/llama/all/keeps attention/compiled",
     "adapt/mistral window/all/keeps products/compiled",
     "preserve/llama/own rows/own gains/low rank/all/kl/compiled",

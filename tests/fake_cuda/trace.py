@@ -44,8 +44,8 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel import experts
-from pipeline.parallel.quantized import QuantizedPrecision
+from pipeline.parallel import experts, quantized
+from pipeline.parallel.quantized import Fp8Recipe, GradientPrecision, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.muon import make_optimizer, orthogonalised
@@ -117,10 +117,21 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
                 model.kept_results = kept
         for precision in get_args(QuantizedPrecision):
             if precision in case.options:
-                quantize_base(model, precision)
+                quantize_base(model, precision, recipe_of(case))
         if "kl" in case.options and case.method == "fft":
             model.add_reference()
     return model
+
+
+def recipe_of(case: Case) -> Fp8Recipe:
+    """How a base in fp8 is multiplied; the bases here are all small."""
+    recipe = Fp8Recipe(skip_small=False)
+    if "row" in case.options:
+        recipe = replace(recipe, scaling="row")
+    for gradient in get_args(GradientPrecision):
+        if f"gradients in {gradient}" in case.options:
+            recipe = replace(recipe, gradient=gradient)
+    return recipe
 
 
 def step(model: Decoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
@@ -300,6 +311,7 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
         # FlexAttention's masks and scores are traced before its compiler, which needs a real GPU.
         patch.setattr(attention, "_compiled", lambda function: function)
         patch.setattr(experts, "has_grouped_product", lambda device, dtype: True)
+        patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
         if case.method == "export":
             # A graph is captured of a compiled model, which decides nothing on the host.
             patch.setattr(torch.compiler, "is_compiling", lambda: True)

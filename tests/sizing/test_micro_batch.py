@@ -133,6 +133,7 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
         "activation_checkpointing": checkpointing,
         "recomputation_keeps": kept or "nothing",
         "base_precision": precision or "bf16",
+        "fp8": {"skip_small": False},
     }
     config = config_of(method, data__document_mask=False, **changes)
     model, batch = real_model(config, DTYPE), real_batch(config)[:3]

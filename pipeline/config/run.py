@@ -236,6 +236,17 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """whether a tensor-parallel rank holds only its share of each sequence between the shared
     layers, which takes less memory"""
+    expert_size: PositiveInt = 1
+    """number of data-parallel ranks that share the frozen experts of a mixture: each holds some of
+    them whole, and computes them for the tokens of all (docs/sizing.md)"""
+    padded_experts: bool = False
+    """whether these ranks make room for all rows that their experts could get: the host then never
+    waits for the number of rows, but a layer's experts take up to expert_size times the memory"""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """How many ranks hold the model once."""
+        return self.tp_size * self.expert_size
 
 
 class ValidationSettings(Section):
@@ -429,11 +440,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"method.{settings}: only tokens that a gate opens read them, "
                 "without one the base's outputs would change; add a section gate, or remove them"
-            )
-        if method.own_rows is not None and self.vocabulary is not None:
-            raise ValueError(
-                "method.own_rows: not beside an extended vocabulary, whose new tokens have rows "
-                "already; remove own_rows or vocabulary"
             )
         return self
 

@@ -8,7 +8,7 @@ would cast the scales to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any, Literal, get_args
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.sharding import (
-    REPLICATED,
     Partition,
     Rows,
     full_shape_of,
@@ -374,7 +373,7 @@ def read_partition(parameter: Tensor) -> Partition:
         return partition
     splits_columns = partition.dim == len(full_shape_of(parameter)) - 1
     if splits_columns or quantization.scaling == "tensor":
-        return REPLICATED
+        return replace(partition, dim=None)
     return partition
 
 

@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,8 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, GradientPrecision, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
-from pipeline.parallel.topology import SINGLE
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.sizing.micro_batch import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.serving.stand_ins import vllm_config, with_stand_ins
@@ -111,8 +113,12 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
         first_layer = {"own_first_layer": 1} if case.method == "preserve" else {}
         method = scale_settings(case.method, **own, **first_layer)
     own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
+    tp = SINGLE
+    if "shared experts" in case.options:
+        ranks = imagined_expert_ranks(2, Counter(), padded="counted" not in case.options)
+        tp = TensorParallel(expert_parallel=ranks)
     with DEVICE, default_dtype(dtype):
-        model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, SINGLE, recomputed)
+        model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, tp, recomputed)
         for kept in get_args(KeptResults):
             if f"keeps {kept}" in case.options:
                 model.kept_results = kept

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import psutil
@@ -19,7 +18,7 @@ import torch
 from pipeline.local_ranks import reserved_port
 from tests.distributed import processes
 from tests.faults.job import Job, is_launcher, is_rank
-from tests.faults.runs import BRIEF, RANKS, STAGED, STAGES, Laboratory, Run, await_that
+from tests.faults.runs import BRIEF, RANKS, STAGED, Laboratory, Run, await_that
 from tests.faults.trials import Result, interrupt
 from tests.slurm.cluster import Cluster, ClusterError
 from tests.waiting import PATIENCE_S
@@ -124,11 +123,10 @@ def kill_at_borders(
     Only the borders save, so that a kill before one is saved repeats the whole stage before it.
     """
     draw = random.Random(seed)
-    borders = list(accumulate(stage["steps"] for stage in STAGES))[:-1]
     done, lost, equal = 0, 0, True
     while done < kills:
         run = laboratory.new_run(STAGED, checkpoints={"every_steps": 1000})
-        for border in borders:
+        for border in run.borders:
             if done < kills and _is_killed(run, draw.uniform(0, BORDER_S), draw, after_step=border):
                 done, lost = done + 1, max(lost, run.step - run.saved_step)
         if not run.is_done:
@@ -162,8 +160,10 @@ def _is_killed(run: Run, lives_s: float, draw: random.Random, *, after_step: int
             run.require(have_ended(ranks, PATIENCE_S), "a rank outlived the other")
         else:
             have_ended(ranks, EXIT_GRACE_S)
-    for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
-        run.require(resumed == saved, f"it resumed from step {resumed}, but {saved} was saved")
+    # None if it was killed before it resumed. A run in stages also resumes at each of its borders.
+    for place, resumed in enumerate(run.resumed_steps[resumptions:]):
+        expected = [saved] if saved > 0 and place == 0 else run.borders
+        run.require(resumed in expected, f"it resumed from step {resumed}, not in {expected}")
     return killed
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ class Run:
     def steps(self) -> int:
         """How many it has in all."""
         return SHAPES[self.shape]["schedule__steps"]
+
+    @property
+    def borders(self) -> list[int]:
+        """The steps at which a stage of it ends, and another begins."""
+        stages = SHAPES[self.shape].get("stages", [])
+        return list(accumulate(stage["steps"] for stage in stages))[:-1]
 
     @property
     def step(self) -> int:

@@ -451,7 +451,8 @@ def _as_yaml(
     learned: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where each section's values come from: those given, and more."""
+    """The settings with comments on where the values of each section come from: those given, and
+    more."""
     comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "

@@ -153,6 +153,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     rows += _step_rows(config, estimator, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
+    rows += _own_weight_rows(config, spec)
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         expansion = None
@@ -247,6 +248,16 @@ def _not_run_by_vllm(
         if layer.rotary is not None and layer.rotary.context is not None:
             return "rotary frequencies that change with a text's length"
     return None
+
+
+def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
+    """Which modules of a hosted base have weights of open tokens' own."""
+    method = config.method
+    if not isinstance(spec, HostedSpec) or not isinstance(method, ScaleMethod):
+        return
+    plan = plan_expansion(method, spec.widths, spec.num_layers)
+    if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
+        yield "own weights", spec.describe_own(plan.own)
 
 
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.hosted.structure import DocumentSeparation, HostedStructure
 from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import OwnWeights
 
 _DOCUMENTS: dict[DocumentSeparation, str] = {
     "positions": "documents of a row are kept apart by positions",
@@ -84,6 +85,23 @@ class HostedSpec(DecoderSpec):
             f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; {apart}"
             f"{stored}"
         )
+
+    def describe_own(self, own: OwnWeights) -> str:
+        """The modules that have weights of open tokens' own, those of each kind of layer once."""
+        counts: dict[str, int] = {}
+        for layer in self.structure.layers[own.first_layer :]:
+            names: list[str] = []
+            if own.low_rank is not None:
+                names += layer.linear_maps
+            if own.gains:
+                names += layer.norms
+            kind = ", ".join(names) or "nothing"
+            counts[kind] = counts.get(kind, 0) + 1
+        kinds: list[str] = []
+        for kind, count in counts.items():
+            noun = "layer" if count == 1 else "layers"
+            kinds.append(f"in {count} {noun} {kind}")
+        return f"{'; '.join(kinds)}; none of experts and routers"
 
     def to_record(self) -> dict[str, Any]:
         values = super().to_record()

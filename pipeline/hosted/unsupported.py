@@ -55,12 +55,16 @@ def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
             f"it, {_OR_NATIVE}"
         )
     method = config.method
-    if config.gate is None or not isinstance(method, ScaleMethod) or method.l_fp is None:
+    if config.gate is None or not isinstance(method, ScaleMethod):
         return
-    if method.l_fp == 0 or (config.gate.layer or 0) > method.l_fp:
+    setting = "own_first_layer" if method.variant == "preserve" else "l_fp"
+    first = getattr(method, setting)
+    if first is None:  # Preserve without own weights: the base's stream is exact everywhere
+        return
+    if first == 0 or (config.gate.layer or 0) > first:
         raise ConfigError(
-            f"gate.layer: expected at most method.l_fp, and that at least 1, with {hosted}, whose "
-            f"layers run once; found l_fp {method.l_fp}, and gate.layer {config.gate.layer}"
+            f"gate.layer: expected at most method.{setting}, and that at least 1, with {hosted}, "
+            f"whose layers run once; found {setting} {first}, and gate.layer {config.gate.layer}"
         )
 
 
@@ -87,7 +91,25 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
             f"base; remove it, {_OR_NATIVE}"
         )
     if method.has_own_weights:
+        _check_own_weights(method, spec, hosted)
+
+
+def _check_own_weights(method: ScaleMethod, spec: HostedSpec, hosted: str) -> None:
+    """Raises ConfigError where the base has no place for weights of open tokens' own."""
+    if not spec.structure.has_one_stream:
         raise ConfigError(
-            f"method.own_rows, own_gains, low_rank: {hosted} has none yet; remove them, "
-            f"{_OR_NATIVE}"
+            f"method.own_rows, own_gains, low_rank: expected a base with one residual stream, "
+            f"found {hosted} with several; remove them, {_OR_NATIVE}"
+        )
+    first = method.l_fp if method.own_first_layer is None else method.own_first_layer
+    layers = spec.structure.layers[first:]
+    if method.low_rank is not None and not any(layer.linear_maps for layer in layers):
+        raise ConfigError(
+            f"method.low_rank: expected linear maps that take every token, found none from layer "
+            f"{first} on of {hosted}; remove it, {_OR_NATIVE}"
+        )
+    if method.own_gains and not any(layer.norms for layer in layers):
+        raise ConfigError(
+            f"method.own_gains: expected norms with gains, found none from layer {first} on of "
+            f"{hosted}; remove it, {_OR_NATIVE}"
         )

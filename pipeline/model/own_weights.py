@@ -21,6 +21,7 @@ from pipeline.parallel.collectives import leave_region
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.norms import LayerNorm, RMSNorm
+from pipeline.parallel.sharding import full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import OwnWeights
 from pipeline.scale.widened_linear import Streams, WidenedLinear
@@ -191,7 +192,14 @@ def add_low_rank_differences(layer: nn.Module, own: OwnWeights, tp: TensorParall
         rank = own.low_rank_of(path.rsplit(".", 1)[-1])
         if rank is not None:
             weight = module.base.get_parameter("weight")
-            module.adapter = LowRankAdapter(weight, rank, scale=own.low_rank_scale, tp=tp)
+            size_out, size_in = full_shape_of(weight)
+            module.adapter = LowRankAdapter(
+                (size_out, size_in),
+                rank,
+                scale=own.low_rank_scale,
+                partition=partition_of(weight),
+                tp=tp,
+            )
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:

@@ -173,7 +173,10 @@ def partition_of(parameter: Tensor) -> Partition:
 
 
 def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "full_shape", parameter.shape))
+    """The shape of the whole parameter, of which this rank may hold a part or nothing."""
+    # ZeRO-3 sets `ds_shape`, also of modules that are not ours and do not set `full_shape`.
+    held = getattr(parameter, "ds_shape", parameter.shape)
+    return tuple(getattr(parameter, "full_shape", held))
 
 
 def sum_gradient_over_replicas(parameter: Tensor, tp: TensorParallel) -> Tensor:

@@ -295,12 +295,13 @@ class Estimator:
             has_replicas = tp_size < self.cluster.gpus
             if stage == 1 or has_replicas or choice == own:
                 yield choice
-        for stage, expert_size in product(stages, self._expert_sizes()):
+        groups = [(1, expert_size) for expert_size in self._expert_sizes()]
+        own_groups = own.tp_size, own.expert_size
+        if own.expert_size > 1 and own_groups not in groups:
+            groups.append(own_groups)
+        for stage, (tp_size, expert_size) in product(stages, groups):
             for recomputation in RECOMPUTATIONS:
-                yield Choice(stage, 1, *recomputation, expert_size)
-        if own.expert_size > 1 and (own.tp_size > 1 or own.expert_size not in TP_SIZES):
-            for stage, recomputation in product(stages, RECOMPUTATIONS):
-                yield Choice(stage, own.tp_size, *recomputation, own.expert_size)
+                yield Choice(stage, tp_size, *recomputation, expert_size)
 
     def _expert_sizes(self) -> list[int]:
         """How many ranks of a node may share the experts of the run's base."""

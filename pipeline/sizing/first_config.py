@@ -398,8 +398,8 @@ def _fitted_with_own_weights(
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `_fitted`.
 
-    Open tokens have rows of their own unless the vocabulary is extended, whose new tokens have
-    rows already, or the base then does not fit: in a large vocabulary they are the most memory.
+    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
+    measured, or the base then does not fit: in a large vocabulary they are the most memory.
     """
     with_rows = _with_own_weights(values["method"], spec, with_rows=True)
     without_rows = _with_own_weights(values["method"], spec, with_rows=False)
@@ -451,8 +451,7 @@ def _as_yaml(
     learned: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where the values of each section come from: those given, and
-    more."""
+    """The settings with comments on where each section's values come from, besides those given."""
     comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "

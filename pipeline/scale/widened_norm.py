@@ -63,9 +63,11 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             self.normed = NormedChannels(self.normed.size, scale)
 
-    def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+        """`masked` is for a subclass whose base stream has more than the base's gain: it says for
+        which tokens [..., 1] that is left out."""
         if isinstance(self.base, LayerNorm):
-            return self._layer_norm(x, x_up)
+            return self._layer_norm(x, x_up, masked)
         if self._stored_scale is not None and x_up is not None:
             return self._merged_norm(x, x_up, self._stored_scale)
 
@@ -76,7 +78,7 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             # The divisor is the whole width, as the base's own RMSNorm had it when it was trained.
             mean_square = self.normed.sum_of_squares(x_fp32) / width
-        y = self.base(x, mean_square, x_fp32=x_fp32)
+        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), masked)
         if self.expansion is None or x_up is None:
             return y, None
         if self.statistics == "separate":
@@ -85,12 +87,18 @@ class WidenedNorm(nn.Module):
             mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
 
-    def _layer_norm(self, x: Tensor, x_up: Tensor | None) -> Streams:
+    def _of_base(self, x: Tensor, normal: Tensor | None, masked: bool | Tensor) -> Tensor:
+        """The norm of the base stream; `normal` is x normalised, without a gain (RMSNorm only)."""
+        y: Tensor = self.base(x) if normal is None else self.base(x, normal=normal)
+        return y
+
+    def _layer_norm(self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor) -> Streams:
         """`forward` with LayerNorm, which also subtracts a mean."""
+        y = self._of_base(x, None, masked)
         if self.expansion is None or x_up is None:
-            return self.base(x), None
+            return y, None
         statistics_of = x if self.statistics == "base" else None
-        return self.base(x), self.expansion(x_up, statistics_of)
+        return y, self.expansion(x_up, statistics_of)
 
     def _merged_norm(self, x: Tensor, x_up: Tensor, scale: float) -> Streams:
         """`forward` as a merged export computes it: one mean square over both streams.
@@ -106,7 +114,8 @@ class WidenedNorm(nn.Module):
         # and may differ in the last bits (docs/adr/0007-how-far-an-export-may-be-off.md).
         of_x = normed.sum_of_squares(x_fp32)
         mean_square = (of_x + scale**2 * sum_of_squares(x_up)) / width
-        return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
+        y = self.base(x, normal=self.base.normalised(x_fp32, mean_square))
+        return y, self.expansion(x_up, mean_square)
 
 
 class WidenedHeadNorm(nn.Module):

@@ -47,6 +47,7 @@ from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.estimate import Estimate, Estimator, estimator_of, layout_values
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
+from pipeline.sizing.meta_device import NotTracedError
 
 _TOKEN_BYTES = 4
 """The bytes of a token, for a vocabulary above 65,536."""
@@ -134,15 +135,15 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
         if isinstance(spec, HostedSpec):
-            rows.append(("base", spec.describe()))
-            rows.append(("memory a rank", "not estimated for a hosted base"))
-        else:
-            try:
-                estimate = estimator.estimate(estimator.own_choice)
-                rows += _memory_rows(estimate, cluster, faults)
-                figures["layout"] = layout_values(estimate, estimator)
-            except UserError as error:
-                faults.append(error)
+            rows += _hosted_base_rows(spec, estimator)
+        try:
+            estimate = estimator.estimate(estimator.own_choice)
+            rows += _memory_rows(estimate, cluster, faults)
+            figures["layout"] = layout_values(estimate, estimator)
+        except NotTracedError as error:
+            rows.append(("memory a rank", str(error)))
+        except UserError as error:
+            faults.append(error)
     groups = inputs.get_or_none("parameter_groups")
     if groups is not None:
         rows += [("groups", line) for line in group_lines(groups)]
@@ -152,6 +153,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     rows += _step_rows(config, estimator, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
+    rows += _own_weight_rows(config, spec)
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         expansion = None
@@ -246,6 +248,29 @@ def _not_run_by_vllm(
         if layer.rotary is not None and layer.rotary.context is not None:
             return "rotary frequencies that change with a text's length"
     return None
+
+
+def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
+    """Which modules of a hosted base have weights of open tokens' own."""
+    method = config.method
+    if not isinstance(spec, HostedSpec) or not isinstance(method, ScaleMethod):
+        return
+    plan = plan_expansion(method, spec.widths, spec.num_layers)
+    if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
+        yield "own weights", spec.describe_own(plan.own)
+
+
+def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
+    """What was found of a hosted base, and what its loading takes."""
+    yield "base", spec.describe()
+    whole = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
+    cluster = estimator.cluster
+    of_node = min(cluster.gpus, cluster.gpus_per_node) * whole
+    yield (
+        "base",
+        f"each rank loads it whole when the run starts: {whole / GIB:.3g} GiB, "
+        f"{of_node / GIB:.3g} GiB of a node's memory",
+    )
 
 
 def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:

@@ -54,7 +54,7 @@ from pipeline.run_folder.checkpoint_names import named_checkpoint
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
-from pipeline.sizing.micro_batch import imagined_ranks
+from pipeline.sizing.micro_batch import imagined_expert_ranks, imagined_ranks
 
 _logger = log.get_logger(__name__)
 
@@ -119,7 +119,8 @@ class RunInputs:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the ranks, over which the batch divides."""
-        layout = Layout(self._world_size, self.config.parallel.tp_size)
+        parallel = self.config.parallel
+        layout = Layout(self._world_size, parallel.tp_size, parallel.expert_size)
         for stage in self.stages:
             setting = f"stages.{stage.name}" if stage.name else "schedule"
             accumulation_steps(stage.config.schedule, layout.dp_size, setting=setting)
@@ -327,7 +328,10 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
             )
     parallel = config.parallel
     ranks = imagined_ranks(
-        parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
+        parallel.tp_size,
+        Counter(),
+        sequence_parallel=parallel.sequence_parallel,
+        expert_parallel=imagined_expert_ranks(parallel.expert_size, Counter()),
     )
     with torch.device("meta"):
         # Whole first: it checks `trains` of all stages, and data.sequence_length.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,12 @@ def _write_export(
         _logger.info("%s", describe_difference(report))
     else:
         _logger.info("%s", describe(report))
+    if model.base.spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False:
+        _logger.info(
+            "%s: embedding and output are two matrices now, of which the base has one (%s values)",
+            output,
+            f"{prod(model.shapes['embedding.base.weight']):,}",
+        )
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)
 

@@ -11,8 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.hosted.structure import HostedStructure
+from pipeline.hosted.structure import DocumentSeparation, HostedStructure
 from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import OwnWeights
+
+_DOCUMENTS: dict[DocumentSeparation, str] = {
+    "positions": "documents of a row are kept apart by positions",
+    "four_positions": "documents of a row are kept apart by four rows of positions",
+    "mask": "documents of a row are kept apart by a mask",
+    "layer_masks": "documents of a row are kept apart by a mask for each type of layer",
+    "one_document": "nothing keeps documents of a row apart: each gets a row of its own, padded to "
+    "the longest of its micro-batch",
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +66,28 @@ class HostedSpec(DecoderSpec):
             parts = [f"{block.name} ({block.kind})" for block in layer.blocks]
             kind = " + ".join(parts)
             counts[kind] = counts.get(kind, 0) + 1
-        kinds = [f"{count} layers of {kind}" for kind, count in counts.items()]
-        apart = self.structure.documents.replace("_", " ")
-        return (
-            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; documents "
-            f"of a row are kept apart by {apart}"
-        )
+        kinds: list[str] = []
+        for kind, count in counts.items():
+            kinds.append(f"{count} {'layer' if count == 1 else 'layers'} of {kind}")
+        apart = _DOCUMENTS[self.structure.documents]
+        return f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; {apart}"
+
+    def describe_own(self, own: OwnWeights) -> str:
+        """The modules that have weights of open tokens' own, those of each kind of layer once."""
+        counts: dict[str, int] = {}
+        for layer in self.structure.layers[own.first_layer :]:
+            names: list[str] = []
+            if own.low_rank is not None:
+                names += layer.linear_maps
+            if own.gains:
+                names += layer.norms
+            kind = ", ".join(names) or "nothing"
+            counts[kind] = counts.get(kind, 0) + 1
+        kinds: list[str] = []
+        for kind, count in counts.items():
+            noun = "layer" if count == 1 else "layers"
+            kinds.append(f"in {count} {noun} {kind}")
+        return f"{'; '.join(kinds)}; none of experts and routers"
 
     def to_record(self) -> dict[str, Any]:
         values = super().to_record()

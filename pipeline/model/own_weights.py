@@ -22,11 +22,16 @@ from pipeline.parallel.collectives import leave_region
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.norms import LayerNorm, RMSNorm
+from pipeline.parallel.sharding import full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import OwnWeights
 from pipeline.scale.widened_linear import Streams, WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 from pipeline.scale_math import masked_sum, own_row_logits
+
+# The names of own rows as checkpoints store them, each [rows, D].
+OWN_INPUT = "own_input.rows.weight"
+OWN_OUTPUT = "output.own_rows"
 
 
 @dataclass(frozen=True)
@@ -37,25 +42,28 @@ class OwnColumns:
         row_of_column: [columns], the own row of each.
         own_columns: the columns with a row that is theirs alone.
         their_rows: the rows of those columns; they follow each other, as the ids of tokens ascend.
-        is_shared: [columns] in fp32, 1 for those that share the last row, padding too, and else 0.
-        rows: how many own rows there are.
+        is_shared: [columns] in fp32, 1 for those that share one row, padding too, and else 0.
+        shared_row: the index of that row.
     """
 
     row_of_column: Tensor
     own_columns: Tensor
     their_rows: slice
     is_shared: Tensor
-    rows: int
+    shared_row: int
 
 
 class OwnRowOfToken:
     """Which own row each token has: one of its own, or the shared one behind them.
 
+    The last `added_tokens` of the vocabulary are new tokens, whose rows are no differences of the
+    base's. They read one more row behind the shared one, of zeros.
+
     Tables are copied to a device once, so that the host never waits for it. They are no buffers: a
     decoder on the meta device, of which one module at a time gets values, would have none for them.
     """
 
-    def __init__(self, tokens: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, tokens: tuple[int, ...], vocab_size: int, added_tokens: int = 0) -> None:
         self.rows = len(tokens) + 1
         self.shared_row = len(tokens)
         ids = torch.tensor(tokens, dtype=torch.long, device="cpu")
@@ -63,6 +71,9 @@ class OwnRowOfToken:
         self._tokens = tokens
         self._table = torch.full((vocab_size,), self.shared_row, dtype=torch.long, device="cpu")
         self._table[ids] = torch.arange(len(tokens), device="cpu")
+        if added_tokens:
+            self._table[vocab_size - added_tokens :] = self.rows
+            self.rows += 1
         self._tables: dict[torch.device, Tensor] = {}
         self._columns: dict[tuple[int, int, int, torch.device], OwnColumns] = {}
 
@@ -71,6 +82,10 @@ class OwnRowOfToken:
         if device not in self._tables:
             self._tables[device] = self._table.to(device)
         return self._tables[device]
+
+    def spread(self, own_rows: Tensor) -> Tensor:
+        """own_rows: [r, D] -> the row of every token: [V, D]."""
+        return own_rows[self.on(own_rows.device)]
 
     def of_columns(self, first: int, count: int, width: int, device: torch.device) -> OwnColumns:
         """Those of the tokens from id `first` on, `count` of them, padded to `width` columns."""
@@ -87,7 +102,7 @@ class OwnRowOfToken:
                 own_columns=torch.tensor(own_columns, dtype=torch.long, device="cpu").to(device),
                 their_rows=slice(first_row, end_row),
                 is_shared=(table == self.shared_row).float().to(device),
-                rows=self.rows,
+                shared_row=self.shared_row,
             )
         return self._columns[key]
 
@@ -172,7 +187,14 @@ def add_low_rank_differences(layer: nn.Module, own: OwnWeights, tp: TensorParall
         rank = own.low_rank_of(path.rsplit(".", 1)[-1])
         if rank is not None:
             weight = module.base.get_parameter("weight")
-            module.adapter = LowRankAdapter(weight, rank, scale=own.low_rank_scale, tp=tp)
+            size_out, size_in = full_shape_of(weight)
+            module.adapter = LowRankAdapter(
+                (size_out, size_in),
+                rank,
+                scale=own.low_rank_scale,
+                partition=partition_of(weight),
+                tp=tp,
+            )
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:
@@ -194,4 +216,4 @@ def add_gradient_of_own_rows_(
     of_own_columns = logit_gradient.index_select(1, columns.own_columns)
     gradient[columns.their_rows] += of_own_columns.T @ x
     of_shared_row = logit_gradient.float() @ columns.is_shared
-    gradient[-1] += of_shared_row.to(x.dtype) @ x
+    gradient[columns.shared_row] += of_shared_row.to(x.dtype) @ x

@@ -137,12 +137,15 @@ def hosted(
     **changes: Any,
 ) -> HostedDecoder:
     """`base` widened at its initial expansion, plus `noise` (a standard deviation) on all that
-    trains.
+    trains. Where the method has own rows, every other token has one.
     """
     if variant == "adapt":
         changes = {"collaborative_modules": "both", **changes}
     settings = scale_settings(variant, **changes)
-    method = Scale(settings, Path("unread"), SEED)
+    own_tokens: tuple[int, ...] | None = None
+    if settings.own_rows is not None:
+        own_tokens = tuple(range(0, base.spec.vocab_size, 2))
+    method = Scale(settings, Path("unread"), SEED, own_tokens)
     with default_dtype(dtype):
         model = method.build(base.spec, SINGLE, activation_checkpointing)
     assert isinstance(model, HostedDecoder)

@@ -99,20 +99,6 @@ def test_what_a_hosted_base_cannot_have_is_refused_by_name(
         build_model(config, open_base(granite).spec, SINGLE)
 
 
-@pytest.mark.parametrize("stage", ["estimate", "config init"])
-def test_a_command_without_hosted_bases_says_so(granite, tokens, tmp_path, stage):
-    if stage == "estimate":
-        path = write_config(tmp_path, tokens, base=str(granite), method=ADAPT)
-        done = scale_cpt("estimate", path, "--gpus", "2")
-    else:
-        text = tmp_path / "text.txt"
-        text.write_text("x\n" * 1000)
-        done = scale_cpt("config", "init", "--base", granite, "--new", text, "--old", text)
-    assert done.returncode != 0
-    assert "not for a hosted base (model_type granite)" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_the_base_must_be_one_that_transformers_has(granite, tmp_path):
     for model_type in ("granite2", None, "bert"):
         folder = shutil.copytree(granite, tmp_path / str(model_type))

@@ -28,6 +28,9 @@ SMALL = [
     "validation.max_sequences=2",
     "preflight.enabled=false",
     "gate=null",
+    "method.own_rows=null",
+    "method.own_gains=false",
+    "method.low_rank=null",
 ]
 
 

@@ -20,11 +20,14 @@ STEPS = 12
 
 
 def short_demo(folder: Path) -> Path:
-    """configs/demo.yaml in `folder`, without its gate, with fewer documents and steps."""
+    """configs/demo.yaml in `folder`, without its gate and what belongs to it, with fewer documents
+    and steps."""
     run = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     run.update(name="short", folder=str(folder / "run"))
     run["data"]["folder"] = str(folder / "tokens")
     del run["data"]["corpora"]["self_generated"], run["gate"]
+    for name in ("own_rows", "own_gains", "low_rank"):
+        del run["method"][name]
     for name, corpus in run["data"]["corpora"].items():
         for key, count in (("input", 40), ("heldout_input", 6)):
             if key in corpus:

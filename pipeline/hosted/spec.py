@@ -59,6 +59,14 @@ class HostedSpec(DecoderSpec):
     def is_native(self) -> bool:
         return False
 
+    @property
+    def quantization(self) -> str | None:
+        """What the folder's weights are stored in, where they are dequantized when loaded."""
+        quantization = self.config.get("quantization_config")
+        if not quantization:
+            return None
+        return str(quantization["quant_method"]).upper()
+
     def describe(self) -> str:
         """The structure in one line, each kind of layer once."""
         counts: dict[str, int] = {}
@@ -70,7 +78,13 @@ class HostedSpec(DecoderSpec):
         for kind, count in counts.items():
             kinds.append(f"{count} {'layer' if count == 1 else 'layers'} of {kind}")
         apart = _DOCUMENTS[self.structure.documents]
-        return f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; {apart}"
+        stored = ""
+        if self.quantization is not None:
+            stored = f"; {self.quantization} weights, dequantized when they are loaded"
+        return (
+            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; {apart}"
+            f"{stored}"
+        )
 
     def describe_own(self, own: OwnWeights) -> str:
         """The modules that have weights of open tokens' own, those of each kind of layer once."""

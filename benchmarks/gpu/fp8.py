@@ -115,7 +115,7 @@ def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tenso
     def decoded() -> Tensor:
         return gradient @ quantization.decode(stored, torch.bfloat16)
 
-    def in_e4m3() -> Tensor:
+    def in_fp8() -> Tensor:
         return input_gradient_in_fp8(gradient, stored, quantization)
 
     def second_copy() -> Tensor:
@@ -133,8 +133,8 @@ def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tenso
         "bf16": lambda: gradient @ weight,
         "decoded": decoded,
         "decoded compiled": _compiled(decoded),
-        "e4m3": in_e4m3,
-        "e4m3 compiled": _compiled(in_e4m3),
+        "fp8": in_fp8,
+        "fp8 compiled": _compiled(in_fp8),
         "a second copy of the codes, compiled": _compiled(second_copy),
     }
 

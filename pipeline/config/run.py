@@ -35,7 +35,7 @@ class Fp8Settings(Section):
 
     scaling: Fp8Scaling = "tensor"
     """what shares a scale in a matrix of the base: all of it (tensor), or each row (row)"""
-    gradient: GradientPrecision = "e4m3"
+    gradient: GradientPrecision = "e5m2"
     """how the gradient of a frozen product's input is computed: in fp8 with gradients in e4m3 or
     e5m2, or in bf16 with the decoded matrix. Only runs in bf16 compute in fp8"""
     skip_small: bool = True

@@ -72,7 +72,7 @@ class Fp8Recipe:
     """
 
     scaling: Fp8Scaling = "tensor"
-    gradient: GradientPrecision = "e4m3"
+    gradient: GradientPrecision = "e5m2"
     skip_small: bool = True
 
 
@@ -102,7 +102,7 @@ class Quantization:
     rows: int
     columns: int
     scaling: Fp8Scaling = "tensor"
-    gradient: GradientPrecision = "e4m3"
+    gradient: GradientPrecision = "e5m2"
     fp8_devices: tuple[str, ...] = ()
 
     @property

@@ -252,7 +252,7 @@ def _not_run_by_vllm(
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
     """Which modules of a hosted base have weights of open tokens' own."""
     method = config.method
-    if not isinstance(spec, HostedSpec) or not isinstance(method, ScaleMethod):
+    if not isinstance(spec, HostedSpec) or not isinstance(method, (ScaleMethod, Lora)):
         return
     plan = plan_expansion(method, spec.widths, spec.num_layers)
     if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):

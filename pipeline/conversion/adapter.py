@@ -51,6 +51,8 @@ def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bo
         return "own rows and gains are not part of an adapter"
     if settings.own_first_layer > 0:
         return "PEFT takes adapters to be in every layer (own_first_layer leaves some out)"
+    if not spec.is_native:
+        return f"a hosted base (model_type {spec.family}): its maps have no names of ours"
     if gated:
         return "a gate decides for each token (--without-gate leaves it out)"
     if spec.new_tokens > 0:

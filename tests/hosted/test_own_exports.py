@@ -21,15 +21,28 @@ from tests.training.runs import in_turn, losses, make_run, train, train_and_look
 from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full
-KINDS = ["gemma2", "deepseek_v3", "phi", "gpt2", "qwen3_next", "granite"]
-METHOD = {**ADAPT, "own_rows": {"min_count": 3}, "own_gains": True, "low_rank": 2}
+OWN = {"own_rows": {"min_count": 3}, "own_gains": True}
+METHOD = {**ADAPT, **OWN, "low_rank": 2}
+LORA = {"name": "lora", "rank": 2, "own_first_layer": 1, **OWN}
+RUNS = {
+    "gemma2": METHOD,
+    "deepseek_v3": METHOD,
+    "phi": METHOD,
+    "gpt2": METHOD,
+    "qwen3_next": METHOD,
+    "granite": METHOD,
+    "gpt2 lora": LORA,
+    "qwen3_next lora": LORA,
+}
+KINDS = list(RUNS)
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    return {kind: save_hosted(kind, folder / kind) for kind in KINDS}
+    kinds = sorted({run.split()[0] for run in RUNS})
+    return {kind: save_hosted(kind, folder / kind) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +53,12 @@ def configs(bases, tokens, tmp_path_factory):
     for ranks, zero in ((1, 1), (2, 3)):
         for kind in KINDS:
             made[kind, ranks] = make_run(
-                folder / f"{kind}-{ranks}",
+                folder / f"{kind.replace(' ', '_')}-{ranks}",
                 tokens,
                 zero=zero,
-                base=str(bases[kind]),
+                base=str(bases[kind.split()[0]]),
                 base_code="transformers",
-                method=METHOD,
+                method=RUNS[kind],
                 gate={"tokens": 100},
                 schedule__steps=4,
                 schedule__learning_rate=0.02,
@@ -102,7 +115,7 @@ def test_an_export_is_what_trained(kind, runs, exports):
 def test_closed_text_is_transformers_own_to_the_bit(kind, bases, exports):
     """After training, through the export, in one pass and in generation with a cache."""
     model = loaded(exports(kind, "never"))
-    base = by_transformers(opened(bases[kind]))
+    base = by_transformers(opened(bases[kind.split()[0]]))
     # The same memory: a product with a vector rounds by where its operands lie.
     base.load_state_dict(model.base.state_dict(), assign=True)
     tokens = some_tokens(opened_spec(model), 2, 24)

@@ -72,6 +72,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--old-text-key", help="the key or column in the --old texts (default: as --text-key)"
     )
     init.add_argument(
+        "--old-chats",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="for a chat model: chats in languages that it knows, which it answers itself",
+    )
+    init.add_argument(
+        "--new-chats",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="for a chat model: chats in the new language, whose answers are learned after the "
+        "texts",
+    )
+    init.add_argument(
+        "--messages-key",
+        default="messages",
+        help="the key or column of the messages in chats (default: messages)",
+    )
+    init.add_argument(
         "--vocabulary",
         type=Path,
         metavar="DIR",
@@ -127,7 +147,7 @@ def _group_lines(config: RunConfig) -> list[str]:
     from pipeline.checks.inputs import RunInputs
     from pipeline.methods.parameter_groups import group_lines
 
-    inputs = RunInputs(config, world_size=config.parallel.tp_size)
+    inputs = RunInputs(config, world_size=config.parallel.fewest_ranks)
     try:
         _ = inputs.fitting_spec
     except UserError as error:
@@ -154,6 +174,9 @@ def _write_first(arguments: argparse.Namespace) -> int:
         text_key=arguments.text_key,
         old_text_key=arguments.old_text_key,
         vocabulary=arguments.vocabulary,
+        old_chats=arguments.old_chats,
+        new_chats=arguments.new_chats,
+        messages_key=arguments.messages_key,
         gated=not arguments.without_gate,
     )
     config, text = propose(wanted, cluster)

@@ -184,7 +184,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     tensors = []
     for name, shape in model.shapes.items():
         tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
-    tensors += own_row_tables(model.plan, model.spec.vocab_size)
+    tensors += own_row_tables(model.own_row_of)
     if model.gate is not None:
         config |= gate_to_config(model.gate)
         tensors += gate_tensors(model.gate, model.base.spec.vocab_size)

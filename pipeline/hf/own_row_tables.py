@@ -8,14 +8,13 @@ import torch
 
 from pipeline.hf.write import PlannedTensor
 from pipeline.model.own_weights import OwnRowOfToken
-from pipeline.scale.plan import ExpansionPlan
 
 
-def own_row_tables(plan: ExpansionPlan, vocab_size: int) -> list[PlannedTensor]:
-    """The tables of the input and of the output rows; none for a plan without own rows."""
-    if plan.own is None or plan.own.tokens is None:
+def own_row_tables(row_of: OwnRowOfToken | None) -> list[PlannedTensor]:
+    """The tables of the input and of the output rows; none for a model without own rows."""
+    if row_of is None:
         return []
-    table = OwnRowOfToken(plan.own.tokens, vocab_size).on(torch.device("cpu"))
+    table = row_of.on(torch.device("cpu"))
     tensors: list[PlannedTensor] = []
     for module in ("own_input", "output"):
         name = f"{module}.row_of_token"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pipeline.config.method import Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import BaseModelError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.hosted.spec import HostedSpec
 from pipeline.model.families import FAMILIES
-from pipeline.model.spec import DecoderSpec
 
 _OR_NATIVE = "or take a base of a native family (docs/architectures.md)"
 
@@ -25,6 +24,11 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
         raise ConfigError(
             f"parallel.tp_size: expected 1 with {hosted}, found {max(tp_size, parallel.tp_size)}; "
             f"use ZeRO-3, or take a base of a native family: {', '.join(FAMILIES)}"
+        )
+    if parallel.expert_size > 1:
+        raise ConfigError(
+            f"parallel.expert_size: expected 1 with {hosted}, found {parallel.expert_size}; use "
+            f"ZeRO-3, {_OR_NATIVE}"
         )
     if config.base_precision != "bf16":
         raise ConfigError(
@@ -132,21 +136,4 @@ def _check_own_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str
         raise ConfigError(
             f"method.own_gains: expected norms with gains, found none from layer {first} on of "
             f"{hosted}; remove it, {_OR_NATIVE}"
-        )
-
-
-def check_native(spec: DecoderSpec, what: str, advice: str) -> None:
-    """Checks that a base is native, where only such a base will do.
-
-    Args:
-        spec: the base's.
-        what: what needs it, the beginning of the message.
-        advice: what to do with a hosted one, the end of the message.
-
-    Raises:
-        BaseModelError: it is a hosted one.
-    """
-    if isinstance(spec, HostedSpec):
-        raise BaseModelError(
-            f"{what}: not for a hosted base (model_type {spec.family}) yet; {advice}"
         )

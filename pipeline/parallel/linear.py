@@ -84,9 +84,11 @@ class ReplicatedLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
 
-    x: [N, in], its rows sorted by expert; ends: int32 [experts], where the rows of each expert end;
-    y: [N, out]. With `dim` 1 each expert's rows are split over the ranks (as ColumnParallelLinear),
-    with 2 its columns (as RowParallelLinear: y is then a partial sum over the ranks).
+    x: [N, in], its rows sorted by expert; ends: int32 [held experts], where the rows of each expert
+    end; y: [N, out], undefined from the last end on. This rank holds all experts, or those of its
+    place among the ranks that share them. With `dim` 1 each expert's rows are split over the
+    tensor-parallel ranks (as ColumnParallelLinear), with 2 its columns (as RowParallelLinear: y is
+    then a partial sum over them).
     """
 
     def __init__(
@@ -94,7 +96,13 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = (experts, out_features, in_features)
-        self.weight = sharded_parameter(shape, Partition(dim=dim, units=shape[dim]), tp)
+        partition = Partition(
+            dim=dim,
+            units=shape[dim],
+            expert_rank=tp.expert_parallel.rank,
+            expert_size=tp.expert_parallel.size,
+        )
+        self.weight = sharded_parameter(shape, partition, tp)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         quantization = quantization_of(self.weight)

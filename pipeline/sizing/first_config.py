@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from pipeline.config.method import OwnRows
+from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import sampled_documents
+from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
-from pipeline.errors import LayoutError
+from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.hosted.bases import open_base
-from pipeline.hosted.unsupported import check_native
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.hub import model_folder
 from pipeline.installation import with_pages_found
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import Widths
+from pipeline.scale.plan import GATE_LAYER, Widths
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.meta_device import NotTracedError
 
 _SAMPLE_BYTES = 4 * 2**20
 _WIDER_BY = 1 / 8
@@ -56,6 +59,12 @@ _LITTLE_TEXT = 100_000_000
 _REPEATED = 4
 """Texts of fewer tokens than _LITTLE_TEXT are read so many times: up to four passes are about as
 good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")."""
+_PASSES_OF_CHATS = 2
+_SHARE_OF_CHATS = 3 / 4
+_RATE_OF_CHATS = 1 / 3
+"""How often chats in the new language are read after the texts, their share of the sequences there,
+and the learning rate as a share of the texts' own (docs/results/chat.md)."""
+_CHATS_HELDOUT = 0.01
 _GATE_TEXT = 4
 """Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
 twice that to spare."""
@@ -73,6 +82,9 @@ class FirstRun:
         text_key: the field of the texts.
         old_text_key: the field of the old texts; default: text_key.
         vocabulary: the folder of a tokenizer that extends the base's; default: the base's own.
+        old_chats: files of chats in languages that the base knows, which it answers itself.
+        new_chats: files of chats in the new language, whose answers are learned after the texts.
+        messages_key: the field of the messages in both.
         gated: whether the run has a gate, which learns from self-generated text where to stay
             closed. Without one the model trains on self-generated text, and may leave as an
             ordinary one.
@@ -85,6 +97,9 @@ class FirstRun:
     text_key: str = "text"
     old_text_key: str | None = None
     vocabulary: Path | None = None
+    old_chats: Sequence[str] = ()
+    new_chats: Sequence[str] = ()
+    messages_key: str = "messages"
     gated: bool = True
 
 
@@ -109,6 +124,20 @@ def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text")
     return TextMeasure(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
 
 
+def measure_chats(
+    inputs: Sequence[str], tokenizer: Tokenizer, messages_key: str = "messages"
+) -> TextMeasure:
+    """Estimates the tokens of a corpus of chats, prompts included, from a sample of it.
+
+    Raises:
+        DataError: the tokenizer has no chat template, a file is missing, or no chat has an answer.
+    """
+    keys = Keys(messages_key, messages_key, chat=chat_template(tokenizer.path))
+    sample, factor = sampled_documents(inputs, keys, _SAMPLE_BYTES)
+    found = fertility(tokenizer, (document.whole_text for document in sample))
+    return TextMeasure(list(inputs), max(1, round(factor * found.tokens)), found.tokens_per_byte)
+
+
 def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
@@ -122,15 +151,17 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
-    check_native(
-        spec,
-        "config init",
-        "write the configuration by hand, as docs/architectures.md#hosted-bases shows",
-    )
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
     schedule, length = _schedule(learned, spec, cluster)
+    gated = wanted.gated and not _has_no_gate(spec)
+    wanted = replace(wanted, gated=gated)
+    stages: list[dict[str, Any]] = []
+    if wanted.new_chats:
+        tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
+        stages = _stages(schedule, length, tuned)
+        schedule["steps"] = sum(stage["steps"] for stage in stages)
     values: dict[str, Any] = {
         "name": wanted.name,
         "folder": f"runs/{wanted.name}",
@@ -142,10 +173,13 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
             "corpora": _corpora(wanted, learned, known, tokenizer, length),
         },
         "schedule": schedule,
+        "stages": stages,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
+    if not stages:
+        del values["stages"]
     if wanted.gated:
         # The gate alone reads the self-generated text.
         values["data"]["self_generated_fraction"] = 0.0
@@ -155,9 +189,17 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if wanted.gated:
         config, values = _fitted_with_own_weights(values, spec, cluster)
     else:
-        values["method"] |= {"norm": "base"}  # which a merged export needs
+        if spec.is_native:
+            values["method"] |= {"norm": "base"}  # which a merged export needs
         config, values = _fitted(values, cluster)
-    text = _as_yaml(values | {"base": str(wanted.base)}, spec, learned, known, cluster)
+    comments = {
+        "data": _data_comment(values, learned, known) + _chats_comment(wanted, tokenizer),
+        "stages": (
+            "First the texts, then chats in the new language, with the loss on their answers alone "
+            "(docs/chat.md)."
+        ),
+    }
+    text = _as_yaml(values | {"base": str(wanted.base)}, comments, spec, learned, cluster)
     return config, with_pages_found(text)
 
 
@@ -185,7 +227,46 @@ def _corpora(
     if old_key != "text":
         old["text_key"] = old_key
         self_generated["text_key"] = old_key  # of its prompts, which are old texts
-    return {"new": new, "old": old, "self_generated": self_generated}
+    corpora = {"new": new, "old": old, "self_generated": self_generated}
+    return corpora | _corpora_of_chats(wanted, sample, length)
+
+
+def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any], length: int) -> dict[str, Any]:
+    """The corpora of chats; `sample` is what the base is asked to write of other text."""
+    corpora: dict[str, Any] = {}
+    if wanted.old_chats:
+        corpora["self_generated_chats"] = {
+            "role": "self_generated",
+            "messages_key": wanted.messages_key,
+            "sample": {
+                "tokens": sample["tokens"],
+                "max_tokens": sample["max_tokens"],
+                "prompts": list(wanted.old_chats),
+            },
+        }
+    if wanted.new_chats:
+        corpora["new_chats"] = {
+            "input": list(wanted.new_chats),
+            "heldout_fraction": _CHATS_HELDOUT,
+            "messages_key": wanted.messages_key,
+        }
+    return corpora
+
+
+def _stages(schedule: dict[str, Any], length: int, tuned: TextMeasure) -> list[dict[str, Any]]:
+    """The stages of a run that learns texts as `schedule` says, and then chats.
+
+    In the second some of the texts are read on, so that what they taught stays.
+    """
+    read = _PASSES_OF_CHATS * tuned.tokens / _SHARE_OF_CHATS
+    steps = max(1, round(read / (schedule["global_batch_size"] * length)))
+    rate = float(f"{schedule['learning_rate'] * _RATE_OF_CHATS:.1e}")
+    # Weights of which new_chats has its share.
+    weights = {"new": 1, "new_chats": round(_SHARE_OF_CHATS / (1 - _SHARE_OF_CHATS))}
+    return [
+        {"name": "texts", "steps": schedule["steps"], "weights": {"new_chats": 0}},
+        {"name": "chats", "steps": steps, "learning_rate": rate, "weights": weights},
+    ]
 
 
 def _method(spec: DecoderSpec) -> dict[str, Any]:
@@ -193,16 +274,18 @@ def _method(spec: DecoderSpec) -> dict[str, Any]:
     base = spec.widths
     hidden_size = _multiple(_WIDER_BY * base.hidden_size)
     share = hidden_size / base.hidden_size
-    intermediate_size = _multiple(share * base.intermediate_size)
+    intermediate_size = _multiple(share * _inner_width(spec))
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
 
-    # The widths of the merged export, which pads some of them with zeros: train these, too.
-    whole = asdict(merged_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
-    added: dict[str, int] = {}
-    for name, width in asdict(base).items():
-        if name != "num_key_value_heads":  # it follows from the query heads
+    widths = Widths(hidden_size, intermediate_size, heads, kv_heads)
+    added = asdict(widths)
+    if spec.is_native:
+        # The widths of the merged export, which pads some of them with zeros: train these, too.
+        whole = asdict(merged_widths(widths, spec))
+        for name, width in asdict(base).items():
             added[name] = whole[name] - width
+    del added["num_key_value_heads"]  # it follows from the query heads
 
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
@@ -213,8 +296,11 @@ def _with_own_weights(
 ) -> dict[str, Any]:
     """The method for a run with a gate: what closed tokens never read may change more.
 
-    With a mixture of experts there are no low-rank differences, which it does not take.
+    With a mixture of experts there are no low-rank differences: its experts have none, and what
+    those of attention alone gain was not measured.
     """
+    if isinstance(spec, HostedSpec):
+        return _hosted_with_own_weights(method, spec, with_rows=with_rows)
     gated = {
         **method,
         "l_fp": _GATED_L_FP,
@@ -227,6 +313,40 @@ def _with_own_weights(
     if spec.mixture is None:
         gated["low_rank"] = _LOW_RANK
     return gated
+
+
+def _hosted_with_own_weights(
+    method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
+) -> dict[str, Any]:
+    """As `_with_own_weights`, with those of the weights that a hosted base takes.
+
+    Its layers run once, so that W12 begins where the gate reads.
+    """
+    l_fp = min(GATE_LAYER, spec.num_layers - 1)
+    gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
+    own: dict[str, Any] = {"own_gains": True, "low_rank": _LOW_RANK}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    for name, value in own.items():
+        one_more = {**gated, name: value}
+        try:
+            check_hosted_method(ScaleMethod.model_validate(one_more), spec)
+        except ConfigError:
+            continue
+        gated = one_more
+    return gated
+
+
+def _has_no_gate(spec: DecoderSpec) -> bool:
+    """Whether nothing can close a hosted base: it has several residual streams, or one layer."""
+    if not isinstance(spec, HostedSpec):
+        return False
+    return not spec.structure.has_one_stream or spec.num_layers == 1
+
+
+def _inner_width(spec: DecoderSpec) -> int:
+    """The inner width of the base's FFN; four times its hidden size where it tells none."""
+    return spec.widths.intermediate_size or 4 * spec.widths.hidden_size
 
 
 def _multiple(width: float) -> int:
@@ -278,8 +398,8 @@ def _fitted_with_own_weights(
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `_fitted`.
 
-    Open tokens have rows of their own unless the vocabulary is extended, whose new tokens have
-    rows already, or the base then does not fit: in a large vocabulary they are the most memory.
+    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
+    measured, or the base then does not fit: in a large vocabulary they are the most memory.
     """
     with_rows = _with_own_weights(values["method"], spec, with_rows=True)
     without_rows = _with_own_weights(values["method"], spec, with_rows=False)
@@ -309,7 +429,12 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
-            memory, _ = estimator.memory(estimator.own_choice)
+            try:
+                memory, _ = estimator.memory(estimator.own_choice)
+            except NotTracedError:
+                # The dry run says so. The smallest micro-batch is likeliest to fit.
+                fitted = merged(values, {"schedule": {"micro_batch_size": 1}})
+                return parse_config(fitted, source="the proposed configuration"), fitted
             if memory.total <= cluster.recommended_bytes:
                 return config, fitted
     raise LayoutError(
@@ -321,13 +446,13 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
 
 def _as_yaml(
     values: dict[str, Any],
+    comments: dict[str, str],
     spec: DecoderSpec,
     learned: TextMeasure,
-    known: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where each section's values come from."""
-    comments = {
+    """The settings with comments on where each section's values come from, besides those given."""
+    comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
             "start from.\n"
@@ -335,12 +460,7 @@ def _as_yaml(
             "`scale-cpt config show`."
         ),
         "method": _method_comment(values, spec),
-        "data": _data_comment(values, learned, known),
-        "gate": (
-            "Fitted after training: text on which it stays closed gets the base's own logits "
-            "(docs/gate.md).\n"
-            "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
-        ),
+        "gate": _gate_comment(spec),
         "schedule": _schedule_comment(values, learned),
         "deepspeed": (
             f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
@@ -365,18 +485,37 @@ def _as_yaml(
     return text.lstrip("\n")
 
 
+def _gate_comment(spec: DecoderSpec) -> str:
+    comment = (
+        "Fitted after training: text on which it stays closed gets the base's own logits "
+        "(docs/gate.md)."
+    )
+    if not spec.is_native:
+        return comment
+    return (
+        f"{comment}\n"
+        "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
+    )
+
+
 def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     base = spec.widths
     added = values["method"]["expansion"]
     hidden = f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}"
-    ffn_share = added["intermediate_size"] / base.intermediate_size
-    ffn = f"FFN {base.intermediate_size} by {ffn_share:.0%}"
+    inner = _inner_width(spec)
+    ffn = f"FFN {inner} by {added['intermediate_size'] / inner:.0%}"
     heads_share = added["num_attention_heads"] / base.num_attention_heads
     heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
     comment = (
         f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
         "a small base's by what servers can split.\n"
     )
+    if isinstance(spec, HostedSpec):
+        comment = (
+            f"transformers computes this base ({spec.structure.model_class}), and the expansion "
+            "stands beside its blocks\n(docs/architectures.md#hosted-bases): "
+            f"{hidden}, {ffn}, {heads}.\n"
+        )
     l_fp = values["method"]["l_fp"]
     if "gate" not in values:
         return (
@@ -384,10 +523,18 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
             + f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
         )
     own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
+    if not own:
+        return comment + (
+            f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
+            "tokens read the new blocks.\nSuch a run leaves in the format scale."
+        )
+    twice = ""
+    if spec.is_native:
+        twice = " The layers below the gate run twice."
     return comment + (
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
-        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md). The "
-        "layers below the gate run twice.\nSuch a run leaves in the format scale."
+        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
+        f"{twice}\nSuch a run leaves in the format scale."
     )
 
 
@@ -402,6 +549,32 @@ def _data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasu
         "forgotten.\n"
         f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
     )
+
+
+def _chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
+    """What is said of chats, on lines of its own; empty for a base that is no chat model."""
+    lines: list[str] = []
+    if wanted.old_chats:
+        lines.append("self_generated_chats: the base answers the chats itself.")
+    if wanted.new_chats:
+        lines.append(
+            "new_chats: chats in the new language, read in the second stage alone; the gate also "
+            "learns from them where to open."
+        )
+    if not lines and _has_chat_template(tokenizer):
+        lines.append(
+            "The base has a chat template: --old-chats keeps its chats, and --new-chats teaches it "
+            "to answer in the new language (docs/chat.md)."
+        )
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _has_chat_template(tokenizer: Tokenizer) -> bool:
+    try:
+        chat_template(tokenizer.path)
+    except DataError:
+        return False
+    return True
 
 
 def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:

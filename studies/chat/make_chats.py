@@ -9,6 +9,7 @@ The same arguments give the same bytes:
     OUTPUT/english.jsonl                others about English words; the last message is the answer
     OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
     OUTPUT/prompts.jsonl                the training chats about English words, prompts for the base
+    OUTPUT/korean_train.jsonl           more chats about Korean words, to tune a model that read Korean
     OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
 
 Words are the most frequent ones of the books and film reviews in the folder --data. One training
@@ -177,7 +178,14 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> 
 
 
 def write_texts(
-    output: Path, data: Path, *, chats: int, heldout: int, seed: int, vocab_size: int
+    output: Path,
+    data: Path,
+    *,
+    chats: int,
+    korean_chats: int,
+    heldout: int,
+    seed: int,
+    vocab_size: int,
 ) -> None:
     """Writes the files, unless `output` holds them already.
 
@@ -188,6 +196,7 @@ def write_texts(
     made_of = {
         "data": str(data),
         "chats": chats,
+        "korean_chats": korean_chats,
         "heldout": heldout,
         "seed": seed,
         "vocab_size": vocab_size,
@@ -205,12 +214,12 @@ def write_texts(
     english = frequent_words(texts(books, max_bytes=4 * 2**20), _ENGLISH_WORD)
     korean = frequent_words(texts(reviews, max_bytes=4 * 2**20), _KOREAN_WORD)
     choice = random.Random(seed)
-    english_chats = make_chats([*TASKS], english, choice)
-    korean_chats = make_chats(KOREAN_TASKS, korean, choice)
+    of_english = make_chats([*TASKS], english, choice)
+    of_korean = make_chats(KOREAN_TASKS, korean, choice)
     train: list[dict[str, Any]] = []
     for _ in range(chats):
         is_korean = choice.random() < KOREAN_SHARE
-        train.append(next(korean_chats if is_korean else english_chats))
+        train.append(next(of_korean if is_korean else of_english))
     known: set[str] = set()
     for record in train:
         known.update(turns(record))
@@ -223,6 +232,12 @@ def write_texts(
         _write(folder / "english.jsonl", unseen)
         unseen = _unseen(make_chats(KOREAN_TASKS, korean, choice), known, heldout)
         _write(folder / "korean.jsonl", unseen)
+        of_heldout: set[str] = set()
+        for record in unseen:
+            of_heldout.update(turns(record))
+        # Drawn last: without them, the other files are the same bytes.
+        tuning = _unseen(make_chats(KOREAN_TASKS, korean, choice), of_heldout, korean_chats)
+        _write(folder / "korean_train.jsonl", tuning)
         prompts = [record for record in train if not _HANGUL.search(str(record))]
         _write(folder / "prompts.jsonl", prompts)
         (folder / "tokenizer").mkdir()
@@ -262,6 +277,12 @@ def main() -> None:
     )
     add("--chats", type=int, default=100_000, help="the number of training chats (default 100,000)")
     add(
+        "--korean-chats",
+        type=int,
+        default=20_000,
+        help="the number of chats about Korean words alone, to tune on (default 20,000)",
+    )
+    add(
         "--heldout",
         type=int,
         default=700,
@@ -279,6 +300,7 @@ def main() -> None:
         options.output,
         options.data,
         chats=options.chats,
+        korean_chats=options.korean_chats,
         heldout=options.heldout,
         seed=options.seed,
         vocab_size=options.vocab_size,

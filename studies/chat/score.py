@@ -2,29 +2,34 @@
 
     python -m studies.chat.score runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
-Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain
-names the study that trains the base as it was before its chats, for the chat vector: its fully
-fine-tuned weights, plus what the chats changed in the base's. Prints a table and writes it, as
-STUDY/chats.md.
+Every chosen run is converted, if it is not yet, and a gated one also without its gate, unless open
+tokens have weights of their own. --plain names the study that trains the base as it was before its
+chats, for the chat vector: its fully fine-tuned weights, plus what the chats changed in the base's.
+Prints a table and writes it, as STUDY/chats.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import command_line, log
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_sources
 from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenizer.chats import chat_template
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
@@ -33,6 +38,7 @@ from pipeline.files.folders import published_folder
 from pipeline.files.json_files import json_hash, read_object, write_json
 from pipeline.files.publishing import write_text
 from pipeline.hf.base_files import copy_base_files
+from pipeline.hf.load import load_hf_model
 from studies.report.results import read_rows
 
 HELDOUT = {
@@ -41,6 +47,21 @@ HELDOUT = {
 }
 KINDS = ("english", "korean")
 ANSWER_TOKENS = 48
+_PERCENT = "{:.1%}".format
+_TOKENS = "{:.1f}".format
+FIGURES: dict[str, Callable[[float], str]] = {
+    "Korean: perplexity": readable,
+    "English: perplexity": readable,
+    "chats: exact": _PERCENT,
+    "chats: end": _PERCENT,
+    "chats: tokens": _TOKENS,
+    "Korean chats: exact": _PERCENT,
+    "Korean chats: end": _PERCENT,
+    "Korean chats: tokens": _TOKENS,
+    "chats: to the bit": _PERCENT,
+}
+"""The columns of the table, each with the form of its figures; see `share_as_closed` for the last.
+"""
 TABLE = "chats.md"
 SCORES = "chat_scores.json"
 _WEIGHTS = "model.safetensors"
@@ -69,8 +90,11 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
     yield "Base", None, base
     for row in rows:
         run = study / str(row.folder)
-        yield row.label, row.learning_rate, exported(run, gated=False)
-        if load_config(run / "run.yaml").gate is not None:
+        config = load_config(run / "run.yaml")
+        has_own_weights = isinstance(config.method, ScaleMethod) and config.method.has_own_weights
+        if not has_own_weights:
+            yield row.label, row.learning_rate, exported(run, gated=False)
+        if config.gate is not None:
             yield f"{row.label} + gate", row.learning_rate, exported(run, gated=True)
     if plain is None:
         return
@@ -97,17 +121,44 @@ def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
     return output
 
 
-def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[float]:
-    """The figures of the model in `folder`.
+@torch.inference_mode()
+def share_as_closed(folder: Path, chats: Sequence[Chat]) -> float | None:
+    """The share of chats, answers included, whose logits are those of a gate that never opens.
 
-    They are the perplexity of both languages, and for each kind of chats the shares of exact
-    answers and of answers that end, and their mean length. The folder's file SCORES keeps them
-    until the folder is written anew, or the chats or `max_bytes` change.
+    They are compared to the last bit. A gate that never opens gives the base's logits, which
+    `scale-cpt gate` has checked. None: the export in `folder` has no gate.
+    """
+    open_export = load_hf_model(folder, device="cpu")
+    if getattr(open_export.config, "gate_layer", None) is None:
+        return None
+    closed_export = load_hf_model(folder, device="cpu")
+    closed_export.token_gate.threshold = math.inf
+    closed_export.token_gate.is_open_id = None
+    template = chat_template(folder)
+    encoder = load_tokenizer(folder).reference
+    # Chats of a length are a batch: without padding both exports compute the same products.
+    by_length: dict[int, list[list[int]]] = {}
+    for chat in chats:
+        ids = encoder.encode([template.opened(chat.messages) + chat.reference]).ids.tolist()
+        by_length.setdefault(len(ids), []).append(ids)
+    alike = 0
+    for rows in by_length.values():
+        tokens = torch.tensor(rows)
+        is_equal = open_export(tokens).logits == closed_export(tokens).logits
+        alike += int(is_equal.flatten(1).all(1).sum())
+    return alike / len(chats)
+
+
+def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[float | None]:
+    """The figures of the model in `folder`, in the order of FIGURES.
+
+    The folder's file SCORES keeps them until the folder is written anew, or the chats, `max_bytes`
+    or the figures change.
     """
     asked: dict[str, list[Any]] = {}
     for name, of_kind in chats.items():
         asked[name] = [(chat.messages, chat.reference) for chat in of_kind]
-    made_of = {"chats": json_hash(asked), "max_bytes": max_bytes}
+    made_of = {"chats": json_hash(asked), "max_bytes": max_bytes, "figures": list(FIGURES)}
     path = folder / SCORES
     if path.exists():
         kept = read_object(path, RunFolderError)
@@ -118,27 +169,25 @@ def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[f
     answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
     texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
     perplexities = score_folder(folder, texts, context=128, max_bytes=max_bytes)
-    values = [score.perplexity for score in perplexities.values()]
+    values: list[float | None] = [score.perplexity for score in perplexities.values()]
     for answer in answers.values():
         values += [answer.exact_match, answer.ended, answer.answer_tokens]
+    values.append(share_as_closed(folder, chats[KINDS[0]]))
     write_json(path, {"made_of": made_of, "values": values})
     return values
 
 
-def scores_table(found: dict[tuple[str, float | None], list[list[float]]]) -> str:
+def scores_table(found: dict[tuple[str, float | None], list[list[float | None]]]) -> str:
     """A line for each label and learning rate, with the mean and deviation over seeds."""
-    header = ["", "rate", "Korean: perplexity", "English: perplexity"]
-    forms: list[Callable[[float], str]] = [readable, readable]
-    for kind in ("chats:", "Korean chats:"):
-        header += [f"{kind} exact", f"{kind} end", f"{kind} tokens"]
-        forms += ["{:.1%}".format, "{:.1%}".format, "{:.1f}".format]
     lines: list[list[str]] = []
     for (label, rate), seeds in found.items():
         line = [label, "" if rate is None else f"{rate:g}"]
-        for column, form in enumerate(forms):
-            line.append(over_seeds([values[column] for values in seeds], form))
+        for column, form in enumerate(FIGURES.values()):
+            of_seeds = [values[column] for values in seeds]
+            present = [value for value in of_seeds if value is not None]
+            line.append(over_seeds(present, form) if present else "")
         lines.append(line)
-    return markdown_table(header, lines)
+    return markdown_table(["", "rate", *FIGURES], lines)
 
 
 def main() -> None:
@@ -157,7 +206,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     chats = read_chats([str(options.texts / f"{kind}.jsonl") for kind in KINDS])
-    found: dict[tuple[str, float | None], list[list[float]]] = {}
+    found: dict[tuple[str, float | None], list[list[float | None]]] = {}
     for label, rate, folder in models(options.study, options.plain):
         found.setdefault((label, rate), []).append(scored(folder, chats, options.max_bytes))
     table = scores_table(found)

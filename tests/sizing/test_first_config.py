@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ import zstandard
 
 from pipeline.checks.dry_run import make_plan
 from pipeline.config.run import load_config, parse_config
+from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base, read_spec
@@ -25,7 +26,7 @@ from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
 from tests.self_generated.helpers import copied_stories
-from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT, chat, write_chats
 
 pytestmark = pytest.mark.full
 
@@ -198,3 +199,41 @@ def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch
     assert config.tokenizer == Path("vocabulary") and config.gate is not None
     assert config.data.corpora["new"].text_key == "body"
     assert 4000 < read[1] < read[0] / 2
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_chat_model_keeps_its_chats_and_learns_to_answer_in_the_new_language(
+    tmp_path, monkeypatch
+):
+    cluster = Cluster(1, on_cpu=True)
+    base = copied_stories(tmp_path / "base")
+    old = write_chats(tmp_path / "old.jsonl", *[chat(("user", "Hi"), ("assistant", "Yes."))] * 90)
+    new = write_chats(tmp_path / "new.jsonl", *[chat(("user", "네"), ("assistant", "예."))] * 90)
+    wanted = FirstRun("first", base, NEW, OLD)
+    with pytest.raises(DataError, match="has no chat template"):
+        propose(replace(wanted, new_chats=[new]), cluster)
+
+    (base / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    chat_template.cache_clear()
+    plain, text = propose(wanted, cluster)
+    assert "--old-chats keeps its chats, and --new-chats" in text
+    assert not plain.stages
+
+    config, text = propose(replace(wanted, old_chats=[old], new_chats=[new]), cluster)
+    assert "--old-chats" not in text
+    assert parse_config(yaml.safe_load(text), source="text") == config
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(config, cluster).faults == []
+    assert config.data.corpora["self_generated_chats"].sample.prompts == [old]
+    assert config.gate_negatives == ["self_generated", "self_generated_chats"]
+    texts, chats = config.stages
+    assert texts.steps == plain.schedule.steps
+    assert config.schedule.steps == texts.steps + chats.steps
+    assert texts.weights == {"new_chats": 0}
+    assert chats.weights == {"new": 1, "new_chats": 3}
+    assert chats.learning_rate == pytest.approx(config.schedule.learning_rate / 3, rel=0.1)

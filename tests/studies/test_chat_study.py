@@ -19,7 +19,7 @@ from tests.programs import study_command
 
 WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
 HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
-SIZES = {"chats": 140, "heldout": 14, "vocab_size": 480}
+SIZES = {"chats": 140, "korean_chats": 40, "heldout": 14, "vocab_size": 480}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,14 @@ def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
     assert prompts == [
         record for record, korean in zip(train, is_korean, strict=True) if not korean
     ]
-    assert all(re.search("[가-힣]", str(record)) for record in korean)
+    tuning = read_jsonl(texts / "korean_train.jsonl")
+    assert len(tuning) == 40
+    for record in tuning:
+        asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
+        assert record["messages"][-1]["content"] == right_answer(record["task"], asked)
+    assert all(re.search("[가-힣]", str(record)) for record in (*korean, *tuning))
+    heldout = [record["messages"] for record in korean]
+    assert not [record for record in tuning if record["messages"] in heldout]
 
 
 @pytest.mark.full
@@ -126,7 +133,43 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "settings": small,
         "seeds": [1],
     }
-    for name, values in (("study", changes), ("plain", plain)):
+    own = ("own_tuned", "own_kl_korean")
+    korean = {
+        "extends": str(PROJECT / "studies/configs/chat_korean.yaml"),
+        "folder": str(tmp_path / "korean"),
+        "base": str(tmp_path / "study" / "chat" / "hf"),
+        "scratch": None,
+        "stages": {"pretrain": None, "copies": None, "chat": None},
+        "settings": small
+        | {
+            "data": {
+                "corpora": {
+                    name: {"sample": {"tokens": 600}}
+                    for name in (
+                        "self_generated_chats",
+                        "self_generated",
+                        "self_generated_korean_chats",
+                    )
+                }
+            }
+        },
+        "methods": {
+            name: gate if name in own else None
+            for name in load_study(PROJECT / "studies/configs/chat_korean.yaml", texts).methods
+        },
+        "seeds": [1],
+    }
+    korean["methods"]["own_tuned"] = {
+        "settings": gate["settings"]
+        | {
+            "stages": [
+                {"name": "language", "steps": 1, "weights": {"korean_chats": 0}},
+                {"name": "chats", "steps": 1, "weights": {"korean": 1, "korean_chats": 3}},
+            ],
+            "schedule": {"steps": 2},
+        }
+    }
+    for name, values in (("study", changes), ("plain", plain), ("korean", korean)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
         done = study_command("run", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
@@ -151,7 +194,21 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "Preserve 1/2, self-generated text + gate",
         "Chat vector",
     ]
-    assert all(line.count("|") == 11 for line in table.splitlines())
+    assert all(line.count("|") == 12 for line in table.splitlines())
+    as_the_base = [line.split("|")[-2].strip() != "" for line in table.splitlines()[2:]]
+    assert as_the_base == [False, False, False, True, False], "of an export with a gate"
     monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
     score.main()
     assert (tmp_path / "study" / "chats.md").read_text() == table
+    monkeypatch.undo()
+    monkeypatch.chdir(PROJECT)
+    arguments = [tmp_path / "korean", "--texts", texts, "--max-bytes", 4000]
+    monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])
+    score.main()
+    table = (tmp_path / "korean" / "chats.md").read_text()
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert labels == [
+        "Base",
+        "Adapt 1/8 with own weights, tuned on Korean chats + gate",
+        "Adapt 1/8 with own weights, own chats by KL, half with Korean users + gate",
+    ], "no export without the gate of open tokens' own weights"

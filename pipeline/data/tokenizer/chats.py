@@ -189,14 +189,40 @@ class ChatTemplate:
                 detail = f"the template changes what precedes message {at}"
                 yield Rejected(offset, _NOT_USABLE, excerpt, detail)
                 return
+            answer = whole[len(prompt) :]
+            if not self._marks_answer(chat[: at + 1], prompt, answer):
+                detail = (
+                    "the template has no generation prompt: what it writes before message "
+                    f"{at}, {answer[:20]!r}, would be learned as part of the answer"
+                )
+                yield Rejected(offset, _NOT_USABLE, excerpt, detail)
+                return
             # The template's own end of a turn stays: it is what the model learns to stop with. Only
             # what every document gets anyway is cut off.
-            answer = whole[len(prompt) :].rstrip().removesuffix(end)
+            answer = answer.rstrip().removesuffix(end)
             record = record_of(offset, answer, prompt.removeprefix(start))
             if isinstance(record, Document):
                 yield record._replace(group=conversation, has_control=True)
             else:
                 yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
+
+    def _marks_answer(self, chat: list[dict[str, Any]], prompt: str, answer: str) -> bool:
+        """Whether the template's generation prompt ends where the last message of `chat` begins.
+
+        A server asks with that generation prompt. Where the template has none, a message may follow
+        what is before it at once, as in Llama 2's; a header of its own must not come between.
+
+        Args:
+            chat: the messages up to an answer, and the answer.
+            prompt: what the template makes of those before the answer.
+            answer: what follows in the whole chat.
+        """
+        content = chat[-1]["content"].strip()
+        if answer.lstrip().startswith(content):
+            return True
+        # The template writes something before the content, such as an empty thought: rendered a
+        # second time, because it matters only then whether the generation prompt is empty.
+        return self._rendered(chat[:-1], is_open=False) != prompt
 
     def _fault_of_chat(self, found: object) -> str | None:
         """What is wrong with a value that should be a list of messages; None if it can be used."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.dataset.packing import IGNORED, PackedCorpus
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.unit_records import QUARANTINE
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
@@ -85,6 +89,82 @@ def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
     made = make(model, tmp_path / "out", [CHAT, *bad])
     assert made.documents == 2
     assert made.rejected == {"empty_text": 1, "messages_not_usable": 3, "no_answer": 1}
+
+
+UNOPENED = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+# As Llama 2's: no generation prompt is needed where an answer follows the user's message at once.
+BRACKETS = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} "
+    "[/INST]{% else %} {{ message.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_whose_answers_cannot_be_found_is_refused(model, tmp_path):
+    """Its header of the assistant would be learned, and no server writes it."""
+    (model / "chat_template.jinja").write_text(UNOPENED)
+    refused = (
+        "1 of 1 records are bad.*the template has no generation prompt: what it writes before "
+        "message 1, '<assistant>Tom.*would be learned"
+    )
+    path = write_chats(tmp_path / "out.jsonl", CHAT)
+    with pytest.raises(DataError, match=refused) as error:
+        tokenize(
+            tmp_path / "out", path, tokenizer=model, messages_key="messages", max_bad_fraction=0.0
+        )
+    assert "\n" not in str(error.value)
+
+    (model / "chat_template.jinja").write_text(BRACKETS)
+    chat_template.cache_clear()
+    make(model, tmp_path / "brackets", [CHAT])
+    prompt = "[INST] Who ran home?  [/INST]"
+    assert stored_pairs(tmp_path / "brackets")[0] == pair_ids(prompt, " Tom. ")
+
+
+def test_chats_without_an_answer_are_refused(model, tmp_path):
+    path = write_chats(tmp_path / "out.jsonl", CHAT[:1], chat(("system", "s"), ("user", "u")))
+    with pytest.raises(
+        DataError, match=r"2 of 2 records are bad.*no message of the role assistant to learn"
+    ) as error:
+        tokenize(
+            tmp_path / "out", path, tokenizer=model, messages_key="messages", max_bad_fraction=0.0
+        )
+    assert "\n" not in str(error.value)
+
+
+WORDS = st.lists(st.sampled_from(["Tom", "ran", "home", "한국", "late"]), min_size=1, max_size=6)
+TURNS = st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=3)
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=25)
+@given(st.lists(TURNS, min_size=1, max_size=5), st.integers(16, 200))
+def test_the_loss_is_on_each_learned_answer_once_however_chats_are_packed(chats, length):
+    """Targets are the answers with their ends, in order, and nothing that a user said."""
+    records: list[object] = []
+    answers: list[list[int]] = []
+    for turns in chats:
+        messages: list[dict[str, object]] = []
+        for asked, answered, is_learned in turns:
+            answer = " ".join(answered)
+            messages.append({"role": "user", "content": " ".join(asked)})
+            messages.append({"role": "assistant", "content": answer, "train": is_learned})
+            if is_learned:
+                answers.append(pair_ids("", answer)[1])
+        records.append(messages)
+    assume(answers)
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "model"
+        shutil.copytree(STORIES260K, model)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        make(model, Path(name) / "out", records)
+        corpus = TokenCorpus(Path(name) / "out")
+        packed = PackedCorpus(corpus, length, padding=2, document_mask=True, whole_documents=True)
+        samples = [packed[index] for index in range(len(packed))]
+    targets: list[int] = []
+    for sample in samples:
+        targets += sample.targets[sample.targets != IGNORED].tolist()
+    assert targets == [id_ for answer in answers for id_ in answer]
+    assert sum(int(sample.answer_starts.sum()) for sample in samples) == len(answers)
 
 
 def test_the_answers_of_a_chat_are_held_out_together(model, tmp_path):

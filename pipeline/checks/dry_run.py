@@ -267,7 +267,7 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
     """Which modules of a hosted base have weights of open tokens' own."""
     method = config.method
-    if not isinstance(spec, HostedSpec) or not isinstance(method, ScaleMethod):
+    if not isinstance(spec, HostedSpec) or not isinstance(method, (ScaleMethod, Lora)):
         return
     plan = plan_expansion(method, spec.widths, spec.num_layers)
     if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):

@@ -29,6 +29,7 @@ from pipeline.files.json_files import read_object, write_json
 from pipeline.hf.base_files import copy_terms
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.write import Export, PlannedTensor
+from pipeline.hosted.spec import HostedSpec
 from pipeline.model.families import FusedPart, HfTensor, hf_tensor
 from pipeline.model.spec import DecoderSpec
 
@@ -74,8 +75,7 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
     assert isinstance(settings, Lora), "checked"
     modules: dict[HfTensor, list[_Part]] = {}
     for path in model.adapters:
-        name = path.removesuffix("adapter") + "base.weight"
-        target = hf_tensor(name, model.spec)
+        target = _target(path, model.spec)
         modules.setdefault(replace(target, part=None), []).append((target.part, path))
 
     tensors: list[PlannedTensor] = []
@@ -104,17 +104,37 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
         "lora_alpha": settings.scale * settings.rank,
         "rank_pattern": ranks,
         "alpha_pattern": {module: settings.scale * rank for module, rank in ranks.items()},
-        # Their last names: PEFT looks for these in every layer, where each has an adapter.
-        "target_modules": sorted({target.name.split(".")[-2] for target in modules}),
+        "target_modules": _target_modules(list(modules), model.spec),
         "bias": "none",
         "lora_dropout": 0.0,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": False,  # PEFT corrects it for GPT-2's maps by their class
         "init_lora_weights": True,
         "inference_mode": True,
         "use_rslora": False,
         "use_dora": False,
     }
     return Export("peft", config, tensors, dtype)
+
+
+def _target(path: str, spec: DecoderSpec) -> HfTensor:
+    """The weights in transformers' model beside which the adapter at `path` stands."""
+    if not isinstance(spec, HostedSpec):
+        return hf_tensor(path.removesuffix("adapter") + "base.weight", spec)
+    # layers.3.adapter.self_attn.q_proj
+    _, index, _, within = path.split(".", 3)
+    structure = spec.structure
+    layer = structure.layer_name(structure.layers[int(index)])
+    return HfTensor(f"{layer}.{within}.weight")
+
+
+def _target_modules(targets: list[HfTensor], spec: DecoderSpec) -> list[str]:
+    """The modules that get an adapter, as PEFT looks for them."""
+    modules = {target.name.removesuffix(".weight") for target in targets}
+    if isinstance(spec, HostedSpec):
+        # Their whole names: other modules of a layer may have the same last name.
+        return sorted(modules)
+    # Their last names: PEFT looks for these in every layer, where each has an adapter.
+    return sorted({module.rpartition(".")[2] for module in modules})
 
 
 def _out_features(model: TrainedModel, parts: list[_Part]) -> int:

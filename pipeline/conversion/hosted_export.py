@@ -18,11 +18,11 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
-from pipeline.hosted.added_blocks import added_widths, block_names
+from pipeline.hosted.added_blocks import block_names
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.spec import HostedSpec
 from pipeline.parallel.sharding import named_trained_parameters
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, Widths, added_widths
 
 
 def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
@@ -78,7 +78,7 @@ def _sizes(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     """The entries of config.json that describe the expansion."""
     rotary = spec.layers[0].rotary
     assert rotary is not None, "added heads of a hosted base are rotated"
-    added = added_widths(plan)
+    added = added_widths(plan) or Widths(0, 0, 0, 0)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.widths.hidden_size,
@@ -117,7 +117,8 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(structure.layers):
         blocks: list[dict[str, Any]] = []
-        for added, block in zip(block_names(layer.blocks), layer.blocks, strict=True):
+        beside = () if plan.expansion is None else layer.blocks
+        for added, block in zip(block_names(beside), beside, strict=True):
             blocks.append(
                 {
                     "added": added,

@@ -32,8 +32,8 @@ MODULE_OF_KIND: dict[str, Module] = {"mixer": "attention", "ffn": "ffn"}
 
 
 def added_widths(plan: ExpansionPlan) -> Widths:
-    """The widths of the expansion, which every method on a hosted base has."""
-    assert plan.expansion is not None, "`check_hosted_method` refuses methods without one"
+    """The widths of the expansion, where blocks of it are built: LoRA has none."""
+    assert plan.expansion is not None, "its caller builds blocks of the expansion"
     return plan.expansion
 
 
@@ -113,7 +113,8 @@ class AddedLayer(nn.Module):
     Attributes:
         index: the number of the layer among those that run.
         collaborative: at or above `l_fp`, where the base stream may depend on trained parameters.
-        names: the name of each block: `attention` or `ffn`, with a number from the second on.
+        names: the name of each block: `attention` or `ffn`, with a number from the second on;
+            LoRA has no blocks.
         low_rank: the low-rank differences of linear maps of the base's layer, by their names.
         gains: the differences of the gains of its norms.
     """
@@ -129,8 +130,9 @@ class AddedLayer(nn.Module):
         super().__init__()
         self.index = layer
         self.collaborative = layer >= plan.collaborative_from
-        self.names = block_names(structure.blocks)
-        for name, block in zip(self.names, structure.blocks, strict=True):
+        blocks = () if plan.expansion is None else structure.blocks
+        self.names = block_names(blocks)
+        for name, block in zip(self.names, blocks, strict=True):
             if block.kind == "mixer":
                 self.add_module(name, AddedAttention(spec, plan, layer))
             else:

@@ -1,4 +1,4 @@
-"""A decoder whose base transformers computes, frozen, with the expansion beside its blocks.
+"""A decoder whose base transformers computes, frozen, with what a method adds beside its modules.
 
 The base is a submodule, `base`, with transformers' own names and code; everything else is the
 expansion. Without a forward pass of ours the base runs as it does alone: `path="base"` is
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import BaseModelError, ConfigError
-from pipeline.hosted.added_blocks import AddedLayer, added_widths
+from pipeline.hosted.added_blocks import AddedLayer
 from pipeline.hosted.base_inputs import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
 from pipeline.hosted.one_document import DocumentRows
@@ -35,7 +35,7 @@ from pipeline.model.rotary import RotaryEmbedding
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale_math import choose_path
 
 
@@ -67,16 +67,20 @@ class HostedDecoder(CausalDecoder):
 
     def __init__(self, spec: HostedSpec, plan: ExpansionPlan) -> None:
         super().__init__(spec, plan, SINGLE)
-        expansion_size = added_widths(plan).hidden_size
+        added = added_widths(plan)
+        expansion_size = None if added is None else added.hidden_size
         # First, so that a weight which `output` shares with it has its name from here.
         self.base = build_base(spec)
-        self.embedding = HostedEmbedding(spec.vocab_size, expansion_size)
+        self.embedding: HostedEmbedding | None = None
+        self.final_norm: RMSNorm | None = None
+        if expansion_size is not None:
+            self.embedding = HostedEmbedding(spec.vocab_size, expansion_size)
+            self.final_norm = RMSNorm(expansion_size, spec.norm_eps, SINGLE)
         structure = spec.structure
         self.layers = nn.ModuleList()
         for index, layer in enumerate(structure.layers):
             of_base = self.base.get_submodule(structure.layer_name(layer))
             self.layers.append(AddedLayer(spec, plan, index, layer, of_base))
-        self.final_norm = RMSNorm(expansion_size, spec.norm_eps, SINGLE)
         base_map = self.base.get_submodule(structure.output)
         own_row_of: OwnRowOfToken | None = None
         if plan.own is not None and plan.own.tokens is not None:
@@ -89,8 +93,8 @@ class HostedDecoder(CausalDecoder):
         last_gains = own_gains(self.base, last_norms)
         self.own = nested(last_gains)
         self._rotary = RotaryEmbedding()
-        added = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
-        self._hooks = ExpansionHooks(self.base, structure, added, last_gains)
+        layers = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
+        self._hooks = ExpansionHooks(self.base, structure, layers, last_gains)
 
     def __deepcopy__(self, memo: object) -> HostedDecoder:
         raise TypeError("a hosted decoder cannot be copied: its hooks would run the original")
@@ -216,7 +220,7 @@ class HostedDecoder(CausalDecoder):
             table = self._rotary.table(rotary, positions, documents, self.dtype)
         attend = attention_kernel(documents, tokens.device, self.dtype, self.spec.head_dim)
         return ForwardPass(
-            self.embedding(tokens),
+            None if self.embedding is None else self.embedding(tokens),
             Context(table, attend),
             masked=masked,
             is_recomputed=self._is_recomputed,
@@ -239,7 +243,14 @@ class HostedDecoder(CausalDecoder):
         """The last hidden states of both streams, [B, S, ...]."""
         forward_pass = self._pass(batch, masked=masked)
         x = self._run(batch, forward_pass)
-        return HiddenStates(x, self.final_norm(forward_pass.x_up), is_base=masked)
+        return HiddenStates(x, self._last_x_up(forward_pass), is_base=masked)
+
+    def _last_x_up(self, forward_pass: ForwardPass) -> Tensor | None:
+        """The normalised x_up after the last layer; None without an expansion."""
+        if self.final_norm is None or forward_pass.x_up is None:
+            return None
+        x_up: Tensor = self.final_norm(forward_pass.x_up)
+        return x_up
 
     def _gated_states(self, gate: TokenGate, batch: TokenBatch) -> HiddenStates:
         """The last hidden states where closed tokens have neither W12 nor added logits."""
@@ -258,7 +269,7 @@ class HostedDecoder(CausalDecoder):
         with self._stream_shown_to(close, gate.layer):
             x = self._run(batch, forward_pass)
         (closed,) = found
-        last = (x, self.final_norm(forward_pass.x_up))
+        last = (x, self._last_x_up(forward_pass))
         x, x_up = choose_path(closed, last, last)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1))
 

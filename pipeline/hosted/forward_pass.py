@@ -36,21 +36,23 @@ class LayerRun:
     """What the blocks of a layer share while it runs.
 
     Attributes:
-        x_up: [B, S, U], the expansion stream at the entry of the layer.
+        x_up: [B, S, U], the expansion stream at the entry of the layer; None without an expansion.
         changes: y_up of the blocks that have run, by index.
         inputs: the input of blocks whose output comes from another module, by index.
         own: the maps and norms that have run with weights of open tokens' own, by name.
     """
 
-    def __init__(self, x_up: Tensor) -> None:
+    def __init__(self, x_up: Tensor | None) -> None:
         self.own: set[str] = set()
         self.x_up = x_up
         self.changes: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
 
-    def stream(self, blocks: Sequence[int]) -> Tensor:
+    def stream(self, blocks: Sequence[int]) -> Tensor | None:
         """x_up after the blocks of these indices."""
         x_up = self.x_up
+        if x_up is None:
+            return None
         for block in blocks:
             x_up = x_up + self.changes[block]
         return x_up
@@ -60,7 +62,8 @@ class ForwardPass:
     """The expansion's side of one forward of the base.
 
     Attributes:
-        x_up: [B, S, U], the stream that enters the next layer; at the end, that of the last layer.
+        x_up: [B, S, U], the stream that enters the next layer; at the end, that of the last layer;
+            None without an expansion.
         context: the rotary table and the attention kernel of the added heads.
         masked: whether W12 is skipped; as a mask [B, S, 1], for some of the tokens. A gate sets it
             while the pass runs.
@@ -71,7 +74,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        x_up: Tensor,
+        x_up: Tensor | None,
         context: Context,
         *,
         masked: bool,
@@ -116,7 +119,7 @@ class ExpansionHooks:
                 self._add_low_rank_hook(module.get_submodule(name), name, difference)
             for name, gains in added.gains.items():
                 self._add_gain_hook(module.get_submodule(name), name, gains)
-            for index, block in enumerate(layer.blocks):
+            for index, block in enumerate(layer.blocks[: len(added.names)]):
                 self._add_block_hooks(module, block, index, added)
         for name, gains in last_gains.items():
             self._add_gain_hook(base.get_submodule(name), name, gains)
@@ -146,7 +149,7 @@ class ExpansionHooks:
                 return plain(*arguments, **options)
             arguments, options = _with_own_input(current, added, arguments, options)
 
-            def run(x_up: Tensor, *arguments: Any) -> tuple[Any, Tensor]:
+            def run(x_up: Tensor | None, *arguments: Any) -> tuple[Any, Tensor | None]:
                 # Bound again where the backward pass recomputes: by then this pass is over, and
                 # another one may be running.
                 with self.run(current):
@@ -244,6 +247,7 @@ class ExpansionHooks:
         layer = current.layer
         assert layer is not None, "a block runs within its layer"
         x_up = layer.stream(block.reads)
+        assert x_up is not None, "blocks are the expansion's"
         rows = x_up.shape[:2]
         if x.shape[:-1].numel() != rows.numel():
             raise BaseModelError(

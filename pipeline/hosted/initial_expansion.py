@@ -118,9 +118,15 @@ def initial_hosted_expansion(
 
     source = BlockSource(shapes, unused, initialisers, seed)
     done: set[str] = set()
-    for name, block in _blocks(model, whole_base, source):
-        done.add(name)
-        yield name, block
+    if model.embedding is not None:
+        for name, block in _blocks(model, whole_base, source):
+            done.add(name)
+            yield name, block
+    for path, module in model.named_modules():
+        if isinstance(module, LowRankAdapter):
+            for name, block in blocks_of_module(path, module, source):
+                done.add(name)
+                yield name, block
     # All other blocks start at zero: W12, W_out^up, and what open tokens have of their own.
     for name in sorted(expansion_names - done):
         yield name, torch.zeros(shapes[name])
@@ -151,9 +157,6 @@ def _blocks(
                 yield from linear_blocks(f"{path}.{leaf}", module, base, source)
 
     yield from _gains(model, whole_base, source)
-    for path, module in model.named_modules():
-        if isinstance(module, LowRankAdapter):
-            yield from blocks_of_module(path, module, source)
 
 
 def _gains(

@@ -21,7 +21,7 @@ class HostedOutput(OutputProjection):
     def __init__(
         self,
         spec: HostedSpec,
-        expansion_size: int,
+        expansion_size: int | None,
         base_map: nn.Module,
         own_row_of: OwnRowOfToken | None = None,
     ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.method import Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.hosted.spec import HostedSpec
+from pipeline.model.families import FAMILIES
 
 _OR_NATIVE = "or take a base of a native family (docs/architectures.md)"
 
@@ -22,7 +23,7 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
     if tp_size > 1 or parallel.tp_size > 1:
         raise ConfigError(
             f"parallel.tp_size: expected 1 with {hosted}, found {max(tp_size, parallel.tp_size)}; "
-            f"use ZeRO-3, {_OR_NATIVE}"
+            f"use ZeRO-3, or take a base of a native family: {', '.join(FAMILIES)}"
         )
     if parallel.expert_size > 1:
         raise ConfigError(
@@ -31,13 +32,19 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
         )
     if config.base_precision != "bf16":
         raise ConfigError(
-            f"base_precision: expected bf16 with {hosted}, found {config.base_precision}; remove "
-            f"it, {_OR_NATIVE}"
+            f"base_precision: expected bf16 with {hosted}, whose linear maps are of transformers' "
+            f"classes, found {config.base_precision}; remove it, {_OR_NATIVE}"
         )
     if config.compile:
-        raise ConfigError(f"compile: expected false with {hosted}; remove it, {_OR_NATIVE}")
+        raise ConfigError(
+            f"compile: expected false with {hosted}: compiled layers round otherwise than "
+            f"transformers runs them; remove it, {_OR_NATIVE}"
+        )
     if config.vocabulary is not None:
-        raise ConfigError(f"vocabulary: {hosted} takes no new tokens yet; remove it, {_OR_NATIVE}")
+        raise ConfigError(
+            f"vocabulary: {hosted} takes no new tokens, because its export runs the base's own "
+            f"forward pass and generation, which know the base's ids alone; remove it, {_OR_NATIVE}"
+        )
 
     if config.recomputation_keeps != "nothing":
         raise ConfigError(
@@ -55,9 +62,10 @@ def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
             f"it, {_OR_NATIVE}"
         )
     method = config.method
-    if config.gate is None or not isinstance(method, ScaleMethod):
+    if config.gate is None or not isinstance(method, (ScaleMethod, Lora)):
         return
-    setting = "own_first_layer" if method.variant == "preserve" else "l_fp"
+    is_adapt = isinstance(method, ScaleMethod) and method.variant != "preserve"
+    setting = "l_fp" if is_adapt else "own_first_layer"
     first = getattr(method, setting)
     if first is None:  # Preserve without own weights: the base's stream is exact everywhere
         return
@@ -75,15 +83,23 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
         ConfigError: it has others.
     """
     hosted = f"a hosted base (model_type {spec.family})"
+    if isinstance(method, Lora):
+        if method.target_modules is not None:
+            raise ConfigError(
+                f"method.target_modules: names maps of native families, and the maps of {hosted} "
+                f"have names of their own; remove it: all get an adapter, {_OR_NATIVE}"
+            )
+        _check_own_weights(method, spec, hosted)
+        return
     if not isinstance(method, ScaleMethod):
         raise ConfigError(
-            f"method.name: expected scale with {hosted}, found {method.name}; take scale, "
-            f"{_OR_NATIVE}"
+            f"method.name: expected scale or lora with {hosted}, whose own weights are frozen, "
+            f"found {method.name}; take scale, {_OR_NATIVE}"
         )
     if method.variant == "route":
         raise ConfigError(
-            f"method.variant: expected preserve or adapt with {hosted}, found route; take adapt, "
-            f"{_OR_NATIVE}"
+            f"method.variant: expected preserve or adapt with {hosted}, found route, whose export "
+            f"would need two caches of the base's own; take adapt, {_OR_NATIVE}"
         )
     if method.norm == "base":
         raise ConfigError(
@@ -94,18 +110,26 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
         _check_own_weights(method, spec, hosted)
 
 
-def _check_own_weights(method: ScaleMethod, spec: HostedSpec, hosted: str) -> None:
+def _check_own_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str) -> None:
     """Raises ConfigError where the base has no place for weights of open tokens' own."""
-    if not spec.structure.has_one_stream:
+    if isinstance(method, Lora):
+        first: int | None = method.own_first_layer
+        setting = "rank"
+        has_low_rank = True
+    else:
+        first = method.l_fp if method.own_first_layer is None else method.own_first_layer
+        setting = "low_rank"
+        has_low_rank = method.low_rank is not None
+    # A gate, which such weights need, reads one stream; and so do own rows.
+    if method.has_own_weights and not spec.structure.has_one_stream:
         raise ConfigError(
             f"method.own_rows, own_gains, low_rank: expected a base with one residual stream, "
             f"found {hosted} with several; remove them, {_OR_NATIVE}"
         )
-    first = method.l_fp if method.own_first_layer is None else method.own_first_layer
     layers = spec.structure.layers[first:]
-    if method.low_rank is not None and not any(layer.linear_maps for layer in layers):
+    if has_low_rank and not any(layer.linear_maps for layer in layers):
         raise ConfigError(
-            f"method.low_rank: expected linear maps that take every token, found none from layer "
+            f"method.{setting}: expected linear maps that take every token, found none from layer "
             f"{first} on of {hosted}; remove it, {_OR_NATIVE}"
         )
     if method.own_gains and not any(layer.norms for layer in layers):

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.config.method import Freeze, LlamaPro, Lora, starts_from_expansion
 from pipeline.errors import ConfigError
+from pipeline.hosted import bases
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.model.base_folder import BaseFolder
@@ -118,7 +119,7 @@ class LoraMethod(FrozenBaseMethod):
         if starts_from_expansion(self.settings):
             super()._load(model, base, tp)
             return
-        load_base(model, base, tp)
+        bases.load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if is_base(name) or holds_new_tokens(name):
                 continue

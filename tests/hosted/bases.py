@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
+from pipeline.config.method import Initialisers, Lora, ScaleMethod
 from pipeline.hosted.bases import load_base, open_base
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.initial_expansion import initial_hosted_expansion
-from pipeline.methods.scale import Scale
+from pipeline.methods import method_for
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.from_hf import is_base
 from pipeline.parallel.sharding import default_dtype
@@ -150,20 +151,25 @@ def hosted(
     """`base` widened at its initial expansion, plus `noise` (a standard deviation) on all that
     trains. Where the method has own rows, every other token has one.
     """
-    if variant == "adapt":
-        changes = {"collaborative_modules": "both", **changes}
-    settings = scale_settings(variant, **changes)
+    settings: ScaleMethod | Lora
+    if variant == "lora":
+        settings = Lora(name="lora", rank=2, **changes)
+    else:
+        if variant == "adapt":
+            changes = {"collaborative_modules": "both", **changes}
+        settings = scale_settings(variant, **changes)
     own_tokens: tuple[int, ...] | None = None
     if settings.own_rows is not None:
         own_tokens = tuple(range(0, base.spec.vocab_size, 2))
-    method = Scale(settings, Path("unread"), SEED, own_tokens)
+    method = method_for(settings, Path("unread"), SEED, own_tokens)
     with default_dtype(dtype):
         model = method.build(base.spec, SINGLE, activation_checkpointing)
     assert isinstance(model, HostedDecoder)
     load_base(model, base)
     parameters = dict(model.named_parameters())
     names = {name for name in parameters if not is_base(name)}
-    blocks = initial_hosted_expansion(model, model.base, names, settings.initialisers, SEED)
+    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    blocks = initial_hosted_expansion(model, model.base, names, initialisers, SEED)
     for name, block in blocks:
         parameters[name].copy_(block)
     shake(model, noise)

@@ -6,13 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
+from pipeline.conversion.adapter import load_with_adapter
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
+from pipeline.files.json_files import read_object
 from tests.distributed import run_ranks
 from tests.hosted.bases import by_transformers, opened, save_hosted
 from tests.hosted.test_export import NEAR, gated, loaded, opened_spec
@@ -21,15 +25,28 @@ from tests.training.runs import in_turn, losses, make_run, train, train_and_look
 from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full
-KINDS = ["gemma2", "deepseek_v3", "phi", "gpt2", "qwen3_next", "granite"]
-METHOD = {**ADAPT, "own_rows": {"min_count": 3}, "own_gains": True, "low_rank": 2}
+OWN = {"own_rows": {"min_count": 3}, "own_gains": True}
+METHOD = {**ADAPT, **OWN, "low_rank": 2}
+LORA = {"name": "lora", "rank": 2, "own_first_layer": 1, **OWN}
+RUNS = {
+    "gemma2": METHOD,
+    "deepseek_v3": METHOD,
+    "phi": METHOD,
+    "gpt2": METHOD,
+    "qwen3_next": METHOD,
+    "granite": METHOD,
+    "gpt2 lora": LORA,
+    "qwen3_next lora": LORA,
+}
+KINDS = list(RUNS)
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    return {kind: save_hosted(kind, folder / kind) for kind in KINDS}
+    kinds = sorted({run.split()[0] for run in RUNS})
+    return {kind: save_hosted(kind, folder / kind) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +57,12 @@ def configs(bases, tokens, tmp_path_factory):
     for ranks, zero in ((1, 1), (2, 3)):
         for kind in KINDS:
             made[kind, ranks] = make_run(
-                folder / f"{kind}-{ranks}",
+                folder / f"{kind.replace(' ', '_')}-{ranks}",
                 tokens,
                 zero=zero,
-                base=str(bases[kind]),
+                base=str(bases[kind.split()[0]]),
                 base_code="transformers",
-                method=METHOD,
+                method=RUNS[kind],
                 gate={"tokens": 100},
                 schedule__steps=4,
                 schedule__learning_rate=0.02,
@@ -102,7 +119,7 @@ def test_an_export_is_what_trained(kind, runs, exports):
 def test_closed_text_is_transformers_own_to_the_bit(kind, bases, exports):
     """After training, through the export, in one pass and in generation with a cache."""
     model = loaded(exports(kind, "never"))
-    base = by_transformers(opened(bases[kind]))
+    base = by_transformers(opened(bases[kind.split()[0]]))
     # The same memory: a product with a vector rounds by where its operands lie.
     base.load_state_dict(model.base.state_dict(), assign=True)
     tokens = some_tokens(opened_spec(model), 2, 24)
@@ -143,3 +160,35 @@ def test_two_ranks_under_zero_3_train_what_one_trains(configs, runs, tokens):
         assert found["step0_max_abs_logit_difference"] == 0.0
         one = losses(runs[kind].folder)
         torch.testing.assert_close(losses(configs[kind, 2].parent), one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3"])
+def test_lora_alone_leaves_as_an_adapter_of_the_base_s_own_modules(kind, bases, tokens, tmp_path):
+    path = make_run(
+        tmp_path / "run",
+        tokens,
+        zero=1,
+        base=str(bases[kind]),
+        base_code="transformers",
+        method={"name": "lora", "rank": 2, "alpha": 3},
+        schedule__steps=4,
+        schedule__learning_rate=0.02,
+    )
+    assert run_ranks(train, 1, path) == [0]
+    config = load_config(path)
+    output = tmp_path / "adapter"
+    request = Conversion(newest_checkpoint(config), config.base, output, format="peft")
+    assert convert(request, probe_maker({}))
+    trained = open_trained(newest_checkpoint(config), config.base)
+    windows = some_tokens(trained.spec, 2, 24)
+    model = load_with_adapter(config.base, output, torch.float32).eval()
+    decoder = trained.loaded(torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        found = model(windows, use_cache=False).logits
+    torch.testing.assert_close(found, decoder.logits(windows), **NEAR)
+    assert (found - decoder.logits(windows, path="base")).abs().max() > 1e-3
+    targets = read_object(output / "adapter_config.json", ConversionError)["target_modules"]
+    modules = dict(model.named_modules())
+    layers = trained.spec.structure.layers
+    assert len(targets) == sum(len(layer.linear_maps) for layer in layers)
+    assert all(isinstance(modules[target], (nn.Linear, Conv1D)) for target in targets)

@@ -18,8 +18,13 @@ FULL = pytest.mark.full
 # soft-capping and norms after, a state space.
 KINDS = ["qwen3_next", "deepseek_v3", "gpt2", "phi", "granite", "gemma2", "mamba", "qwen3_moe"]
 CASES = ["llama", *[pytest.param(kind, marks=FULL) for kind in KINDS]]
-OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
-VARIANTS = {"adapt": {}, "preserve": {"own_first_layer": 1}}
+ROWS_AND_GAINS = {"own_rows": {"min_count": 1}, "own_gains": True}
+OWN = {**ROWS_AND_GAINS, "low_rank": 2}
+VARIANTS = {
+    "adapt": OWN,
+    "preserve": {**OWN, "own_first_layer": 1},
+    "lora": {**ROWS_AND_GAINS, "own_first_layer": 1, "alpha": 3.0},
+}
 NOISE = 0.05
 
 
@@ -45,7 +50,7 @@ def of_transformers(folder, tokens):
 @pytest.mark.parametrize("kind", CASES)
 def test_step_zero_is_the_base_to_the_bit(base, kind, variant):
     folder = base(kind)
-    model = hosted(folder, variant, **OWN, **VARIANTS[variant])
+    model = hosted(folder, variant, **VARIANTS[variant])
     tokens = some_tokens(folder.spec, 2, 20)
     assert torch.equal(model.logits(tokens), of_transformers(folder, tokens))
 
@@ -54,7 +59,7 @@ def test_step_zero_is_the_base_to_the_bit(base, kind, variant):
 @pytest.mark.parametrize("kind", CASES)
 def test_closed_text_is_the_base_and_open_text_is_not(base, kind, variant):
     folder = base(kind)
-    model = hosted(folder, variant, noise=NOISE, **OWN, **VARIANTS[variant])
+    model = hosted(folder, variant, noise=NOISE, **VARIANTS[variant])
     tokens = some_tokens(folder.spec, 2, 20)
     expected = of_transformers(folder, tokens)
     ungated = model.logits(tokens)
@@ -89,13 +94,15 @@ def test_closed_tokens_before_the_first_open_one_have_the_base_s_logits(base, ki
                 assert torch.equal(found[row][prefix], of_base[row][prefix])
 
 
+@pytest.mark.parametrize("variant", ["adapt", "lora"])
 @pytest.mark.parametrize("kind", CASES)
-def test_every_added_tensor_trains_recomputed_or_not(base, kind):
+def test_every_added_tensor_trains_recomputed_or_not(base, kind, variant):
     folder = base(kind)
     tokens, targets = some_batch(folder.spec, 2, 20)
     found = []
     for checkpointing in ("none", "all"):
-        model = hosted(folder, noise=NOISE, activation_checkpointing=checkpointing, **OWN)
+        changes = {"activation_checkpointing": checkpointing, **VARIANTS[variant]}
+        model = hosted(folder, variant, noise=NOISE, **changes)
         model.train()
         model(tokens, targets).total.backward()
         found.append(trained_gradients(model))
@@ -143,6 +150,23 @@ def test_gradients_of_own_weights_are_those_of_differences(base):
             parameters[name].add_(step * gradient)
         found = (above - below) / (2 * step)
         torch.testing.assert_close(found, gradient.square().sum(), rtol=2e-2, atol=0, msg=name)
+
+
+def test_lora_alone_is_what_its_factors_say(base):
+    """W + s B A in place of W, from the first layer on, without a gate, rows and gains."""
+    folder = base("gpt2")
+    model = hosted(folder, "lora", noise=NOISE, alpha=3.0)
+    tokens = some_tokens(folder.spec, 2, 20)
+    found = model.logits(tokens)
+    fused = by_transformers(folder)
+    with torch.no_grad():
+        for index, layer in enumerate(folder.spec.structure.layers):
+            for name in layer.linear_maps:
+                adapter = model.layers[index].adapter.get_submodule(name)
+                of_base = fused.get_submodule(f"{folder.spec.structure.layer_name(layer)}.{name}")
+                of_base.weight += adapter.scale * (adapter.b @ adapter.a).T
+        expected = fused(tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_map_that_the_base_no_longer_calls_is_refused_by_name(base, monkeypatch):

@@ -75,7 +75,7 @@ def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": {"name": "fft"}}, "method.name: expected scale"),
+        ({"method": {"name": "fft"}}, "method.name: expected scale or lora"),
         ({"method": {**ADAPT, "variant": "route"}}, "method.variant: expected preserve or adapt"),
         ({"method": {**ADAPT, "norm": "base"}}, "method.norm: expected separate"),
         ({"base_precision": "nf4"}, "base_precision: expected bf16"),
@@ -87,9 +87,16 @@ def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
             {"method": {**ADAPT, "l_fp": 0}, "gate": {"tokens": 100}},
             "gate.layer: expected at most method.l_fp",
         ),
-        ({"method": {"name": "lora", "rank": 2}}, "method.name: expected scale"),
+        (
+            {"method": {"name": "lora", "rank": 2, "target_modules": ["query"]}},
+            "method.target_modules: names maps of native families",
+        ),
+        (
+            {"method": {"name": "lora", "rank": 2}, "gate": {"tokens": 100}},
+            "gate.layer: expected at most method.own_first_layer",
+        ),
         ({"compile": True}, "compile: expected false"),
-        ({"parallel__tp_size": 2}, "parallel.tp_size: expected 1"),
+        ({"parallel__tp_size": 2}, "parallel.tp_size: expected 1 .* family: llama, "),
     ],
 )
 def test_what_a_hosted_base_cannot_have_is_refused_by_name(

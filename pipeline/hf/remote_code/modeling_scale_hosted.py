@@ -38,25 +38,29 @@ class HostedEmbedding(nn.Module):
 
 
 class HostedOutput(nn.Module):
-    """W_out^up, [V, U], and the own output rows of open tokens, [r, D]."""
+    """W_out^up, [V, U], and the own output rows of open tokens, [r, D], each if there is one."""
 
     row_of_token: Tensor
 
     def __init__(self, config: HostedScaleConfig) -> None:
         super().__init__()
-        shape = (config.vocab_size, config.expansion_hidden_size)
-        self.expansion = nn.Parameter(torch.zeros(shape))
+        self.expansion: nn.Parameter | None = None
+        if config.expansion_hidden_size:
+            shape = (config.vocab_size, config.expansion_hidden_size)
+            self.expansion = nn.Parameter(torch.zeros(shape))
         self.own_rows: nn.Parameter | None = None
         if config.own_rows:
             self.own_rows = nn.Parameter(torch.zeros(config.own_rows, config.hidden_size))
             self.register_buffer("row_of_token", own_row_table(config))
 
-    def logits(self, x: Tensor, x_up: Tensor) -> Tensor:
-        """What is added to the base's logits of open tokens: x [B, n, D] -> [B, n, V]."""
-        added = F.linear(x_up, self.expansion)
-        if self.own_rows is None:
-            return added
-        return added + own_row_logits(x, self.own_rows, self.row_of_token)
+    def added_to(self, logits: Tensor, x: Tensor, x_up: Tensor | None) -> Tensor:
+        """The logits of open tokens, [B, n, V]: x: [B, n, D], x_up: [B, n, U]."""
+        if x_up is not None and self.expansion is not None:
+            logits = logits + F.linear(x_up, self.expansion).to(logits.dtype)
+        if self.own_rows is not None:
+            change = own_row_logits(x, self.own_rows, self.row_of_token)
+            logits = logits + change.to(logits.dtype)
+        return logits
 
 
 class HostedLayer(nn.Module):
@@ -78,14 +82,14 @@ class HostedPass:
     """The expansion's side of one forward of the base.
 
     Attributes:
-        x_up: [B, S, U], the stream at the entry of the running layer.
+        x_up: [B, S, U], the stream at the entry of the running layer; None without an expansion.
         changes: y_up of the blocks of this layer that have run, by index.
         kept_inputs: the inputs of blocks whose output comes from another module, by index.
         closed: bool [B, S, 1], the tokens that the gate closes; None before it has decided.
         added: the layers that this forward adds to the base's cache; None without a cache.
     """
 
-    def __init__(self, x_up: Tensor, inputs: HostedInputs, call: dict[str, Any]) -> None:
+    def __init__(self, x_up: Tensor | None, inputs: HostedInputs, call: dict[str, Any]) -> None:
         self.x_up = x_up
         self.inputs = inputs
         self.call = call
@@ -114,6 +118,14 @@ class HostedPass:
         self.added.append(keys)
         return keys
 
+    def count_tokens(self) -> None:
+        """Notes in the cache how long the text is, where no added attention does so."""
+        keys = self.keys_of((0, 0))
+        if keys is not None:
+            tokens = self.call["input_ids"]
+            nothing = torch.zeros(len(tokens), 1, tokens.shape[1], 1, device=tokens.device)
+            keys.update(nothing, nothing)
+
     def gate_cache(self) -> GateCache | None:
         """What the gate's running mean has read of the text."""
         if self.added is None:
@@ -139,7 +151,7 @@ def cache_layers(cache: Any) -> list[Any]:
 
 
 class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A base of transformers with SCALE's expansion; `base` is the former."""
+    """A base of transformers with SCALE's expansion or LoRA's adapters; `base` is the former."""
 
     config_class = HostedScaleConfig
     base_model_prefix = ""
@@ -156,12 +168,15 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         self.base = self._base_of(config, attention)
         # The base may lack the default, which this configuration would ask for when used again.
         config._attn_implementation = self.base.config._attn_implementation
-        self.embedding = HostedEmbedding(config)
+        self.embedding = None
+        self.final_norm = None
+        if config.expansion_hidden_size:
+            self.embedding = HostedEmbedding(config)
+            self.final_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
         self.layers = nn.ModuleList()
         for index, layer in enumerate(config.structure["layers"]):
             of_base = self.base.get_submodule(layer["name"])
             self.layers.append(HostedLayer(config, index, layer, of_base))
-        self.final_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
         self.output = HostedOutput(config)
         self.own = own_gains(self.base, config.structure.get("last_norms", []))
         self.own_input = ScaleOwnInput(config) if config.own_rows else None
@@ -268,24 +283,26 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             call["input_ids"] = args[0]
         tokens = call.get("input_ids")
         if tokens is None:
-            raise ValueError("give input_ids: the expansion has an embedding of its own")
+            raise ValueError("give input_ids: what was added has an embedding of its own")
         past = 0
         for layer in cache_layers(given_cache(call)):
             if isinstance(layer, AddedKeys):
                 past = layer.get_seq_length()
                 break
-        x_up = self.embedding.expansion(tokens)
+        x_up = None if self.embedding is None else self.embedding.expansion(tokens)
         inputs = HostedInputs(
             tokens,
             past,
             call.get("attention_mask"),
             call.get("position_ids"),
             self.config,
-            x_up.dtype,
+            self.dtype if x_up is None else x_up.dtype,
         )
         if call.get("use_cache") is None:
             call["use_cache"] = getattr(self.base.config, "use_cache", True)
         self._running = HostedPass(x_up, inputs, call)
+        if x_up is None:
+            self._running.count_tokens()
         kept = call.get("logits_to_keep", 0)
         length = tokens.shape[1]
         if self.config.structure["shares_keys"] and isinstance(kept, int) and 0 < kept < length:
@@ -329,6 +346,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if current is None:
             return
         for change in current.changes.values():
+            assert current.x_up is not None, "its blocks gave the changes"
             current.x_up = current.x_up + change
         is_last = index + 1 == self.config.num_hidden_layers
         if is_last and self.config.gate_layer == self.config.num_hidden_layers:
@@ -412,6 +430,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if block["output_changed_in_place"]:
             y = y.clone()
         x_up = current.x_up
+        assert x_up is not None, "blocks are the expansion's"
         for earlier in block["reads"]:
             x_up = x_up + current.changes[earlier]
         rows = x_up.shape[:2]
@@ -437,8 +456,10 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             return None
         kept = current.call.get("logits_to_keep", 0)
         rows = slice(-kept, None) if isinstance(kept, int) else kept
-        x_up = self.final_norm(current.x_up[:, rows])
-        changed = logits + self.output.logits(args[0], x_up).to(logits.dtype)
+        x_up = None
+        if self.final_norm is not None and current.x_up is not None:
+            x_up = self.final_norm(current.x_up[:, rows])
+        changed = self.output.added_to(logits, args[0], x_up)
         if current.closed is None:
             return changed
         return torch.where(current.closed[:, rows], logits, changed)

@@ -203,7 +203,7 @@ def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     changes: dict[str, Any] = {"new_tokens": 5} if "vocabulary" in rest else {}
     changes |= {"residual": WIDENED} if "widened base" in rest else {}
     bases = {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox", "GLM-4-MoE": "glm4_moe"}
-    bases |= {"dense layers": "qwen3_moe dense layer", "mixture": "qwen3_moe"}
+    bases |= {"Qwen3": "qwen3", "dense layers": "qwen3_moe dense layer", "mixture": "qwen3_moe"}
     return settings, changes, next((base for name, base in bases.items() if name in rest), "llama")
 
 
@@ -213,6 +213,7 @@ def test_models_leave_in_the_formats_that_the_table_names(row, base):
     spec: DecoderSpec = replace(base(name).spec, **changes)
     if "own rows" in row:
         values["own_rows"] = "all"
+        values["own_first_layer"] = int("from layer 1 on" in row)
     if "own gains" in row:
         values["own_gains"] = True
     settings: Method = TypeAdapter(Method).validate_python(values)

@@ -83,10 +83,13 @@ def test_an_estimate(run):
         assert sum(layout["memory_bytes"].values()) == layout["total_bytes"]
     places = [{key: layout[key] for key in estimate["own"]} for layout in estimate["layouts"]]
     assert estimate["own"] in places and estimate["recommended"] in places
+    assert estimate["served_flops_per_token"] is None
 
-    nothing_fits = ("--gpu-memory-gib", 0.001)
+    nothing_fits = ("--gpu-memory-gib", 0.001, "--set", "gate={}")
     estimate = printed("estimate", run, "--gpus", 2, *nothing_fits, code=1)
     assert estimate["recommended"] is None and estimate["reason"].startswith("nothing fits")
+    served = estimate["served_flops_per_token"]
+    assert 0 < served["closed"] < served["open"] < estimate["flops_per_token"]
 
 
 def test_a_status(run):

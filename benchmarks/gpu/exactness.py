@@ -8,7 +8,6 @@ from itertools import product
 from typing import get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
@@ -28,7 +27,13 @@ from pipeline.model.attention import (
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.quantized import Quantization, computes_in_fp8, product_in_fp8, rounded
+from pipeline.parallel.quantized import (
+    Fp8Scaling,
+    GradientPrecision,
+    Quantization,
+    computes_in_fp8,
+    frozen_product,
+)
 from pipeline.parallel.sharding import default_dtype
 
 # --- Parity and preservation ----------------------------------------------------------------------
@@ -129,25 +134,55 @@ def _preservation_at_size(setting: Setting) -> Iterator[CheckRow]:
         yield _preservation(
             f"{str(dtype).removeprefix('torch.')}, adapt of {spec_name}{base}", model, plain, tokens
         )
-    yield _product_in_fp8(setting)
+    yield from _products_in_fp8(setting)
 
 
-def _product_in_fp8(setting: Setting) -> CheckRow:
-    """The product that Hopper computes in fp8, against that of the decoded matrix and of
-    activations rounded alike."""
-    what = "a product in fp8, against that of what is stored, in fp32"
+def _products_in_fp8(setting: Setting) -> Iterator[CheckRow]:
+    """Products that Hopper computes in fp8, and gradients, against those of a CPU, which rounds
+    alike; and that a token's product is the same whatever stands beside it."""
     if not computes_in_fp8(setting.device_type):
-        return CheckRow(what, None, "this torch computes none on this device: matrices are decoded")
-    quantization = Quantization("fp8", 512, 1024)
-    stored = torch.empty(quantization.size, dtype=torch.uint8, device=setting.device)
-    quantization.write(stored, torch.randn(512, 1024, device=setting.device))
-    x = torch.randn(64, 1024, device=setting.device, dtype=torch.bfloat16)
-    expected = F.linear(rounded(x.cpu(), "fp8"), quantization.decode(stored, torch.float32).cpu())
-    error = float(
-        (product_in_fp8(x, stored, quantization, None).float().cpu() - expected).norm()
-        / expected.norm()
-    )
-    return CheckRow(what, error < 1e-2, f"off by {error:.1e}")
+        found = "this torch computes none on this device: matrices are decoded"
+        yield CheckRow("products in fp8", None, found)
+        return
+    devices = ("cpu", setting.device_type)
+    x = torch.randn(64, 1024, dtype=torch.bfloat16)
+    of_y = torch.randn(64, 512, dtype=torch.bfloat16)
+    forms = product(get_args(Fp8Scaling), get_args(GradientPrecision))
+    for scaling, gradient in forms:
+        quantization = Quantization("fp8", 512, 1024, scaling, gradient, devices)
+        stored = torch.empty(quantization.size, dtype=torch.uint8)
+        quantization.write(stored, torch.randn(512, 1024))
+        results: list[tuple[Tensor, Tensor]] = []
+        for device in ("cpu", setting.device):
+            own = x.to(device).requires_grad_()
+            with torch.enable_grad():
+                y = frozen_product(own, stored.to(device), quantization)
+                (of_x,) = torch.autograd.grad(y, own, of_y.to(device))
+            results.append((y.float().cpu(), of_x.float().cpu()))
+        on_cpu, on_device = results
+        error = _relative_error(on_device[0], on_cpu[0])
+        of_gradient = _relative_error(on_device[1], on_cpu[1])
+        yield CheckRow(
+            f"a product in fp8, one scale a {scaling}, gradients in {gradient}: against a CPU's",
+            max(error, of_gradient) < 1e-2,
+            f"off by {error:.1e}, its gradient by {of_gradient:.1e}",
+        )
+        stored = stored.to(setting.device)
+        alone = frozen_product(x.to(setting.device), stored, quantization)
+        with_outlier = x.clone()
+        with_outlier[0] *= 1e3
+        beside = frozen_product(with_outlier.to(setting.device), stored, quantization)
+        is_equal = torch.equal(alone[1:], beside[1:])
+        yield CheckRow(
+            f"a product in fp8, one scale a {scaling}, gradients in {gradient}: tokens beside an outlier",
+            is_equal,
+            "bit-equal" if is_equal else "differ",
+        )
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """The size of the difference over that of `expected`."""
+    return float((found - expected).norm() / expected.norm())
 
 
 # --- Attention ------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
     length = 8192 if setting.on_gpu else 64
     cases = [(method, "none", "bf16") for method in ("fft", "lora", "preserve", "adapt", "route")]
     cases += [("adapt", "all", "bf16"), ("adapt", "none", "nf4"), ("adapt", "all", "nf4")]
+    cases.append(("adapt", "none", "fp8"))
     cases += [("adapt", f"all but {kept}", "bf16") for kept in ("attention", "products")]
     for method, checkpointing, precision in cases:
         name = f"{method}, checkpointing {checkpointing}, base in {precision}"

@@ -17,6 +17,7 @@ from pipeline.methods import method_for, quantize_base
 from pipeline.methods.scale import upscale
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import open_base
+from pipeline.parallel.quantized import Fp8Recipe
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.flops import dense_tflops
@@ -92,6 +93,7 @@ def started(
         with default_dtype(dtype):
             model = training.build(base.spec, tp, "none")
         if base_precision != "bf16":
-            quantize_base(model, base_precision)
+            # All of its matrices are small: their products are to be those of a large base.
+            quantize_base(model, base_precision, Fp8Recipe(skip_small=False))
         training.load(model, base, tp)
     return model.to(setting.device)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.config.data import Data
 from pipeline.config.method import Method
 from pipeline.config.reading import flattened, with_defaults, with_new_names
-from pipeline.config.run import BasePrecision, RunConfig
+from pipeline.config.run import BasePrecision, Fp8Scaling, RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
@@ -46,7 +46,7 @@ _USE_ANOTHER = (
 )
 # Settings that a checkpoint and the run that uses it must have in common: SAME_MODEL to build its
 # model, SAME_OVER_A_RUN to continue the run.
-SAME_MODEL = ("method", "base_precision", "is_hosted")
+SAME_MODEL = ("method", "base_precision", "fp8", "is_hosted")
 SAME_OVER_A_RUN = (
     *SAME_MODEL,
     "expansion",
@@ -181,10 +181,20 @@ class StageRecord(_ManifestSection):
     passage_steps: int
 
 
+class Fp8Record(_ManifestSection):
+    """How a base in fp8 is stored: with other scales it is another base.
+
+    By default as in checkpoints from before there was a choice, and in those of any other base.
+    """
+
+    scaling: Fp8Scaling = "row"
+
+
 class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
     Attributes:
+        fp8: of a base in fp8, how it is stored.
         is_hosted: whether transformers computes the base (`base_code`).
         method: the section of the run configuration.
         expansion: the added widths; None if nothing is added.
@@ -200,6 +210,7 @@ class RunRecord(_ManifestSection):
     name: str
     base: BaseRecord
     base_precision: BasePrecision = "bf16"
+    fp8: Fp8Record = Fp8Record()
     is_hosted: bool = False
     method: dict[str, Any]
     expansion: dict[str, int] | None
@@ -264,6 +275,9 @@ def describe_run(
     own_tokens = None
     if model.plan is not None and model.plan.own is not None:
         own_tokens = model.plan.own.tokens
+    fp8 = Fp8Record()
+    if config.base_precision == "fp8":
+        fp8 = Fp8Record(scaling=config.fp8.scaling)
     vocabulary = None
     if config.vocabulary is not None:
         vocabulary = str(config.vocabulary.folder)
@@ -276,6 +290,7 @@ def describe_run(
             architecture=architecture_of(base.spec),
         ),
         base_precision=config.base_precision,
+        fp8=fp8,
         is_hosted=not base.spec.is_native,
         method=config.method.model_dump(mode="json"),
         expansion=expansion,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
+from pipeline.model.own_weights import OWN_INPUT, OWN_OUTPUT, OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.linear import LowRankAdapter
@@ -106,6 +108,13 @@ class TrainedModel:
         return {path: module for path, module in modules if isinstance(module, LowRankAdapter)}
 
     @cached_property
+    def own_row_of(self) -> OwnRowOfToken | None:
+        """Which own row each token has; None for a model without own rows."""
+        if self.plan is None or self.plan.own is None or self.plan.own.tokens is None:
+            return None
+        return OwnRowOfToken(self.plan.own.tokens, self.spec.vocab_size, self.spec.added_tokens)
+
+    @cached_property
     def trained(self) -> frozenset[str]:
         """The parameters that the checkpoint holds."""
         return frozenset(self.reader.names)
@@ -127,6 +136,9 @@ class TrainedModel:
 
         Trained ones are in fp32. The base's are as published, also where it trained in 8 or 4 bits.
         """
+        if name in (OWN_INPUT, OWN_OUTPUT) and self.manifest.run.new_rows:
+            # The row of new tokens, which have no difference from a row of the base.
+            return F.pad(self.read_stored(name), (0, 0, 0, 1))
         module, _, _ = name.partition(".")
         new_rows = {"embedding": NEW_EMBEDDING, "output": NEW_OUTPUT}.get(module)
         if new_rows is None or not self.manifest.run.new_rows:
@@ -310,4 +322,9 @@ def _whole_vocabulary(spec: DecoderSpec, manifest: CheckpointManifest) -> Decode
     if not new_tokens:
         return spec
     # In training a tied base has two matrices of new rows, because their expansion columns differ.
-    return replace(spec, vocab_size=spec.vocab_size + new_tokens, tie_word_embeddings=False)
+    return replace(
+        spec,
+        vocab_size=spec.vocab_size + new_tokens,
+        added_tokens=new_tokens,
+        tie_word_embeddings=False,
+    )

@@ -54,7 +54,7 @@ from pipeline.run_folder.checkpoint_names import named_checkpoint
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
-from pipeline.sizing.micro_batch import imagined_ranks
+from pipeline.sizing.micro_batch import imagined_expert_ranks, imagined_ranks
 
 _logger = log.get_logger(__name__)
 
@@ -119,7 +119,8 @@ class RunInputs:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the ranks, over which the batch divides."""
-        layout = Layout(self._world_size, self.config.parallel.tp_size)
+        parallel = self.config.parallel
+        layout = Layout(self._world_size, parallel.tp_size, parallel.expert_size)
         for stage in self.stages:
             setting = f"stages.{stage.name}" if stage.name else "schedule"
             accumulation_steps(stage.config.schedule, layout.dp_size, setting=setting)
@@ -269,14 +270,24 @@ class RunInputs:
 
 
 def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow]:
-    """The table of groups of a run on a base of this architecture, without memory.
+    """The table of groups of a run on a base of this architecture, without memory; of a run in
+    stages, those of each stage.
 
     Raises:
-        ConfigError: a factor of the schedule is for parameters that are not there.
+        ConfigError: a factor of the schedule, or a stage's `trains`, is for parameters that are not
+            there.
     """
+    rows: list[GroupRow] = []
     with torch.device("meta"):
-        model = training_method(config).build(spec, SINGLE, "none")
-    return group_rows(model, config.schedule)
+        if not config.stages:
+            model = training_method(config).build(spec, SINGLE, "none")
+            return group_rows(model, config.schedule)
+        for stage in training_stages(config):
+            model = build_model(stage.config, spec, SINGLE)
+            rows += group_rows(
+                model, stage.config.schedule, stage=stage.name, resting=model.resting
+            )
+    return rows
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:
@@ -327,7 +338,10 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
             )
     parallel = config.parallel
     ranks = imagined_ranks(
-        parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
+        parallel.tp_size,
+        Counter(),
+        sequence_parallel=parallel.sequence_parallel,
+        expert_parallel=imagined_expert_ranks(parallel.expert_size, Counter()),
     )
     with torch.device("meta"):
         # Whole first: it checks `trains` of all stages, and data.sequence_length.

@@ -87,7 +87,7 @@ def _check(config: RunConfig, arguments: argparse.Namespace) -> None:
     for files in named_inputs(config.data):
         named_files(files)
     # slurm/cpt_korean.sh says how many ranks will train on the tokens.
-    ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size)
+    ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
     begin(load_config(arguments.run, arguments.set), ranks, "tokenize")
 
 

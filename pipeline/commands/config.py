@@ -147,7 +147,7 @@ def _group_lines(config: RunConfig) -> list[str]:
     from pipeline.checks.inputs import RunInputs
     from pipeline.methods.parameter_groups import group_lines
 
-    inputs = RunInputs(config, world_size=config.parallel.tp_size)
+    inputs = RunInputs(config, world_size=config.parallel.fewest_ranks)
     try:
         _ = inputs.fitting_spec
     except UserError as error:

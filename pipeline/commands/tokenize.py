@@ -219,7 +219,7 @@ def _jobs_of_run(config: RunConfig) -> list[Job]:
         from pipeline.checks.checklist import begin  # Here, because it loads torch.
 
         # slurm/cpt_korean.sh says how many ranks will train on the tokens.
-        ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size)
+        ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
         begin(config, ranks, "tokenize")
     return list(corpus_jobs(config.data, config.tokenizer))
 

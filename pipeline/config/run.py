@@ -22,9 +22,25 @@ from pipeline.hub import model_folder
 
 BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
+Fp8Scaling = Literal["tensor", "row"]
+GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
 """How models that a configuration names on the hub are fetched: whole, without weights, or not."""
+
+
+class Fp8Settings(Section):
+    """How a base in fp8 is stored and multiplied. Without `base_precision: fp8` nothing reads
+    this."""
+
+    scaling: Fp8Scaling = "tensor"
+    """what shares a scale in a matrix of the base: all of it (tensor), or each row (row)"""
+    gradient: GradientPrecision = "e4m3"
+    """how the gradient of a frozen product's input is computed: in fp8 with gradients in e4m3 or
+    e5m2, or in bf16 with the decoded matrix. Only runs in bf16 compute in fp8"""
+    skip_small: bool = True
+    """whether matrices with one side up to 1,024 and the other up to 4,096 are multiplied in bf16,
+    which is faster on an H100"""
 
 
 class OpenIdSettings(Section):
@@ -220,6 +236,17 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """whether a tensor-parallel rank holds only its share of each sequence between the shared
     layers, which takes less memory"""
+    expert_size: PositiveInt = 1
+    """number of data-parallel ranks that share the frozen experts of a mixture: each holds some of
+    them whole, and computes them for the tokens of all (docs/sizing.md)"""
+    padded_experts: bool = False
+    """whether these ranks make room for all rows that their experts could get: the host then never
+    waits for the number of rows, but a layer's experts take up to expert_size times the memory"""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """How many ranks hold the model once."""
+        return self.tp_size * self.expert_size
 
 
 class ValidationSettings(Section):
@@ -239,7 +266,7 @@ class ValidationSettings(Section):
     prompt_tokens: PositiveInt = 64
     """number of tokens by which each prompt is continued"""
     tasks: list[str] = []
-    """lm-eval's tasks that the model in training answers, those with choices alone
+    """lm-eval's tasks that the model in training answers, with choices or written answers
     (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
     """number of validations from one answering of the tasks to the next; the first and the last
@@ -309,6 +336,8 @@ class RunConfig(Section):
     base_precision: BasePrecision = "bf16"
     """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
     bits (fp8) or 4 (nf4; docs/method.md)"""
+    fp8: Fp8Settings = Fp8Settings()
+    """how a base in fp8 is stored and multiplied (docs/method.md)"""
     vocabulary: VocabularySettings | None = None
     """tokenizer with more tokens than the base's; default: the base's own"""
     init_expansion: Path | None = None
@@ -411,11 +440,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"method.{settings}: only tokens that a gate opens read them, "
                 "without one the base's outputs would change; add a section gate, or remove them"
-            )
-        if method.own_rows is not None and self.vocabulary is not None:
-            raise ValueError(
-                "method.own_rows: not beside an extended vocabulary, whose new tokens have rows "
-                "already; remove own_rows or vocabulary"
             )
         return self
 

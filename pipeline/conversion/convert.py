@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,12 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
     """
     written = check_format(model, conversion.format)
     check_tp_size(model, written, conversion.tp_size)
+    has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
+    if has_purpose and written == "expansion":
+        raise ConversionError(
+            f"{model.checkpoint}: --dtype and --for are about exports, found format expansion, "
+            "which holds what was added to the base as it trained; leave them out"
+        )
     if conversion.packing_is_asked and written != "difference":
         raise ConversionError(
             f"{model.checkpoint}: --bits and --min-count are about the format difference, found "
@@ -370,6 +377,12 @@ def _write_export(
         _logger.info("%s", describe_difference(report))
     else:
         _logger.info("%s", describe(report))
+    if model.base.spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False:
+        _logger.info(
+            "%s: embedding and output are two matrices now, of which the base has one (%s values)",
+            output,
+            f"{prod(model.shapes['embedding.base.weight']):,}",
+        )
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)
 

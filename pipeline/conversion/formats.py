@@ -23,11 +23,11 @@ from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config, text_token_ids
 from pipeline.hf.config import gate_to_config, widened_to_config
 from pipeline.hf.gate_tensors import gate_tensors
+from pipeline.hf.own_row_tables import own_row_tables
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
-from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, added_widths
 
@@ -184,12 +184,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     tensors = []
     for name, shape in model.shapes.items():
         tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
-    if model.plan.own is not None and model.plan.own.tokens is not None:
-        table = OwnRowOfToken(model.plan.own.tokens, model.spec.vocab_size).on(torch.device("cpu"))
-        for module in ("own_input", "output"):
-            name = f"{module}.row_of_token"
-            make = partial(torch.clone, table)
-            tensors.append(PlannedTensor(name, tuple(table.shape), make, torch.int32))
+    tensors += own_row_tables(model.own_row_of)
     if model.gate is not None:
         config |= gate_to_config(model.gate)
         tensors += gate_tensors(model.gate, model.base.spec.vocab_size)

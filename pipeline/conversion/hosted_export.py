@@ -13,6 +13,7 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.hf.base_files import text_token_ids
 from pipeline.hf.config import gate_to_config
 from pipeline.hf.gate_tensors import gate_tensors
+from pipeline.hf.own_row_tables import own_row_tables
 from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
@@ -37,12 +38,13 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "model_type": HostedScaleConfig.model_type,
         **_sizes(spec, model.plan),
         "base_class": spec.structure.model_class,
-        "base_config": dict(spec.config),
-        "structure": _structure(spec),
+        "base_config": _base_config(spec),
+        "structure": _structure(spec, model.plan),
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
         "tie_word_embeddings": False,
     }
+    config |= _own_weights(model.plan)
     config |= text_token_ids(spec.config)
 
     tensors: list[PlannedTensor] = []
@@ -54,10 +56,18 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     for name, parameter in named_trained_parameters(model.structure):
         make = partial(model.read, name)
         tensors.append(PlannedTensor(name, tuple(parameter.shape), make))
+    tensors += own_row_tables(model.own_row_of)
     if model.gate is not None:
         config |= gate_to_config(model.gate)
         tensors += gate_tensors(model.gate, spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
+
+
+def _base_config(spec: HostedSpec) -> dict[str, Any]:
+    """The base's config.json; its weights are written as they were trained beside, dequantized."""
+    config = dict(spec.config)
+    config.pop("quantization_config", None)
+    return config
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -87,11 +97,25 @@ def _sizes(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     }
 
 
-def _structure(spec: HostedSpec) -> dict[str, Any]:
+def _own_weights(plan: ExpansionPlan) -> dict[str, Any]:
+    """The entries of config.json for weights of open tokens' own; none without them."""
+    own = plan.own
+    if own is None:
+        return {}
+    return {
+        "own_first_layer": own.first_layer,
+        "own_rows": 0 if own.tokens is None else len(own.tokens) + 1,
+        "own_gains": own.gains,
+        "own_rank": own.low_rank,
+        "own_scale": own.low_rank_scale,
+    }
+
+
+def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     """Beside which modules of the base the blocks stand, as the exported code reads it."""
     structure = spec.structure
     layers: list[dict[str, Any]] = []
-    for layer in structure.layers:
+    for index, layer in enumerate(structure.layers):
         blocks: list[dict[str, Any]] = []
         for added, block in zip(block_names(layer.blocks), layer.blocks, strict=True):
             blocks.append(
@@ -106,5 +130,17 @@ def _structure(spec: HostedSpec) -> dict[str, Any]:
                     "reads": list(block.reads),
                 }
             )
-        layers.append({"name": structure.layer_name(layer), "blocks": blocks})
-    return {"layers": layers, "output": structure.output, "shares_keys": structure.shares_keys}
+        written: dict[str, Any] = {"name": structure.layer_name(layer), "blocks": blocks}
+        if plan.low_rank_in(index) is not None:
+            written["linear_maps"] = list(layer.linear_maps)
+        if plan.has_own_gains(index):
+            written["norms"] = list(layer.norms)
+        layers.append(written)
+    values: dict[str, Any] = {
+        "layers": layers,
+        "output": structure.output,
+        "shares_keys": structure.shares_keys,
+    }
+    if plan.has_own_gains(spec.num_layers):
+        values["last_norms"] = list(structure.last_norms)
+    return values

@@ -1,13 +1,15 @@
 """`--format merged`: a model of the base's own class, which any server loads with no code of ours.
 
 Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values,
-LLaMA Pro adds layers, LoRA's adapters are merged. With one, it is an ordinary wider model: the four
-blocks of a linear map fuse into one matrix. That leaves the norm: with `norm: base` both streams
-are divided by the root mean square of `x` alone, while an ordinary RMSNorm takes it over the whole
-residual stream. So the new part of that stream is stored scaled by a power of two s (which is
-exact), small enough to vanish in the mean square, and the gains undo it. Other tools cannot train
-weights as small as those for serving in fp32: for training s is larger. With D the base's width and
-D' the whole:
+LLaMA Pro adds layers, LoRA's adapters are merged. What tokens have of their own where a gate opens
+them is added to the base's weights: every token counts as open, as in training. Own rows of
+embedding and output are two matrices, so the two are then no longer tied. With an expansion, it is
+an ordinary wider model: the four blocks of a linear map fuse into one matrix. That leaves the norm:
+with `norm: base` both streams are divided by the root mean square of `x` alone, while an ordinary
+RMSNorm takes it over the whole residual stream. So the new part of that stream is stored scaled by
+a power of two s (which is exact), small enough to vanish in the mean square, and the gains undo it.
+Other tools cannot train weights as small as those for serving in fp32: for training s is larger.
+With D the base's width and D' the whole:
 
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
@@ -46,6 +48,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.merged_model import merged_widths
+from pipeline.model.own_weights import OWN_INPUT, OWN_OUTPUT
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
 from pipeline.scale.plan import Widths, added_widths
 
@@ -123,7 +126,7 @@ class _Fusion:
         """Zeros of `shape`, in which the base parameter `name` and each block beside it have a
         corner.
         """
-        base = self.model.read(name)
+        base = open_weight(self.model, name, self.dtype)
         parts = {(0, 0): base, **_blocks_beside(self.model, name, base)}
         # What no block fills stays zero: there W12 of preservation layers would be.
         values = torch.zeros(shape, dtype=self.dtype)
@@ -274,13 +277,12 @@ def _fused_parts(
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> Export:
-    """The base's own tensors, with the layers that were added; adapters are merged, W + s B A in
-    fp32, and own gains added to the base's.
-    """
+    """The base's own tensors as open tokens read them, with the layers that were added."""
+    unties = model.spec.tie_word_embeddings and model.own_row_of is not None
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
         "num_hidden_layers": model.spec.num_layers,
-        "tie_word_embeddings": model.spec.tie_word_embeddings,
+        "tie_word_embeddings": model.spec.tie_word_embeddings and not unties,
         "dtype": dtype_name(dtype),
     }
     if model.spec.layers != model.base.spec.layers:
@@ -290,15 +292,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
         config[RESIDUAL_KEY] = asdict(residual)
 
     def values(name: str) -> Tensor:
-        weight = model.read(name)
-        path = name.removesuffix("base.weight") + "adapter"
-        if path in model.adapters:
-            change = model.read(f"{path}.b") @ model.read(f"{path}.a")
-            weight = weight.float() + model.adapters[path].scale * change
-        stem, separator, leaf = name.rpartition(".base.")
-        own_gain = f"{stem}.own.{leaf}"
-        if separator and own_gain in model.shapes:
-            weight = weight.float() + model.read(own_gain)
+        weight = open_weight(model, name, dtype)
         if residual is None:
             return weight
         return residual.store(name, weight.clone())
@@ -307,7 +301,37 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
     for name, shape in model.shapes.items():
         if is_base(name):
             tensors[name] = PlannedTensor(name, shape, partial(values, name))
+    if unties:
+        # A tied output is no parameter of its own, and is now another matrix than the embedding.
+        shape = model.shapes["embedding.base.weight"]
+        tensors["output.base"] = PlannedTensor("output.base", shape, partial(values, "output.base"))
     return Export("merged", config, _stored(model, tensors), dtype)
+
+
+def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
+    """The whole base parameter `name` as open tokens read it, for a model in `dtype`.
+
+    That is W + s B A of a linear map, and the sum of base and own gains or rows; in fp32 where
+    there is such a difference, and else as published or trained.
+    """
+    weight = model.read(name)
+    path = name.removesuffix("base.weight") + "adapter"
+    if path in model.adapters:
+        change = model.read(f"{path}.b") @ model.read(f"{path}.a")
+        return weight.float() + model.adapters[path].scale * change
+    stem, separator, leaf = name.rpartition(".base.")
+    own_gain = f"{stem}.own.{leaf}"
+    if separator and own_gain in model.shapes:
+        return weight.float() + model.read(own_gain)
+    own_row_of = model.own_row_of
+    if own_row_of is not None and name == "embedding.base.weight":
+        # They are added to x behind the factor on the embedding, which is rounded to the weights'
+        # type (`Decoder._embedded`).
+        factor = torch.tensor(model.spec.embedding_scale, dtype=dtype).item()
+        return weight.float() + own_row_of.spread(model.read(OWN_INPUT)) / factor
+    if own_row_of is not None and name == "output.base":
+        return weight.float() + own_row_of.spread(model.read(OWN_OUTPUT))
+    return weight
 
 
 def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:

@@ -198,6 +198,8 @@ def config_to_plan(
 def widened_to_config(spec: DecoderSpec, plan: ExpansionPlan) -> dict[str, Any]:
     """The entries that describe a base and its expansion. Inverse: `config_to_widened`."""
     config = spec_to_config(spec) | plan_to_config(plan)
+    if config.get("own_rows") and spec.added_tokens:
+        config["own_rows"] += 1  # the row of zeros of new tokens (`OwnRowOfToken`)
     # Caches are sized by these two entries, so they count all heads.
     for name in ("num_attention_heads", "num_key_value_heads"):
         config[name] += config[f"expansion_{name}"]

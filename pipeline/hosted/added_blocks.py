@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pipeline.hosted.own_weights import low_rank_differences, nested, own_gains
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.structure import HostedBlock, HostedLayer
 from pipeline.model.decoder_layer import Context
@@ -110,14 +111,23 @@ class AddedLayer(nn.Module):
     They are called one by one from hooks of the base's modules, never together.
 
     Attributes:
+        index: the number of the layer among those that run.
         collaborative: at or above `l_fp`, where the base stream may depend on trained parameters.
         names: the name of each block: `attention` or `ffn`, with a number from the second on.
+        low_rank: the low-rank differences of linear maps of the base's layer, by their names.
+        gains: the differences of the gains of its norms.
     """
 
     def __init__(
-        self, spec: HostedSpec, plan: ExpansionPlan, layer: int, structure: HostedLayer
+        self,
+        spec: HostedSpec,
+        plan: ExpansionPlan,
+        layer: int,
+        structure: HostedLayer,
+        of_base: nn.Module,
     ) -> None:
         super().__init__()
+        self.index = layer
         self.collaborative = layer >= plan.collaborative_from
         self.names = block_names(structure.blocks)
         for name, block in zip(self.names, structure.blocks, strict=True):
@@ -125,6 +135,14 @@ class AddedLayer(nn.Module):
                 self.add_module(name, AddedAttention(spec, plan, layer))
             else:
                 self.add_module(name, AddedFeedForward(spec, plan, layer))
+        self.low_rank = low_rank_differences(
+            of_base, structure.linear_maps, plan.low_rank_in(layer)
+        )
+        norms = structure.norms if plan.has_own_gains(layer) else ()
+        self.gains = own_gains(of_base, norms)
+        # The kinds of parameter groups, as a native base has them.
+        self.adapter = nested(self.low_rank)
+        self.own = nested(self.gains)
 
     def block(self, index: int) -> nn.Module:
         """The block beside the base's block `index`."""

@@ -21,6 +21,7 @@ from pipeline.hosted.base_inputs import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
 from pipeline.hosted.one_document import DocumentRows
 from pipeline.hosted.output import HostedOutput
+from pipeline.hosted.own_weights import nested, own_gains
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.transformers_model import build_base
 from pipeline.model.attention import Documents, attention_kernel
@@ -28,7 +29,8 @@ from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.paths import TokenBatch, TokenGate
+from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
+from pipeline.model.paths import OwnInput, TokenBatch, TokenGate
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.norms import RMSNorm
@@ -54,7 +56,10 @@ class HostedDecoder(CausalDecoder):
 
     Attributes:
         base: the model that transformers builds, always in evaluation mode.
-        layers: the added blocks, layer by layer.
+        layers: the added blocks, layer by layer, and what its maps and norms have of open tokens'
+            own.
+        own: the differences of the gains of the norms after the last layer.
+        own_input: the differences of the embedding's rows.
     """
 
     spec: HostedSpec
@@ -67,15 +72,25 @@ class HostedDecoder(CausalDecoder):
         self.base = build_base(spec)
         self.embedding = HostedEmbedding(spec.vocab_size, expansion_size)
         structure = spec.structure
-        self.layers = nn.ModuleList(
-            AddedLayer(spec, plan, index, layer) for index, layer in enumerate(structure.layers)
-        )
+        self.layers = nn.ModuleList()
+        for index, layer in enumerate(structure.layers):
+            of_base = self.base.get_submodule(structure.layer_name(layer))
+            self.layers.append(AddedLayer(spec, plan, index, layer, of_base))
         self.final_norm = RMSNorm(expansion_size, spec.norm_eps, SINGLE)
         base_map = self.base.get_submodule(structure.output)
-        self.output = HostedOutput(spec, expansion_size, base_map)
+        own_row_of: OwnRowOfToken | None = None
+        if plan.own is not None and plan.own.tokens is not None:
+            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
+        self.output = HostedOutput(spec, expansion_size, base_map, own_row_of)
+        self.own_input: OwnInputRows | None = None
+        if own_row_of is not None:
+            self.own_input = OwnInputRows(own_row_of, structure.hidden_size, tp=SINGLE)
+        last_norms = structure.last_norms if plan.has_own_gains(spec.num_layers) else ()
+        last_gains = own_gains(self.base, last_norms)
+        self.own = nested(last_gains)
         self._rotary = RotaryEmbedding()
         added = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
-        self._hooks = ExpansionHooks(self.base, structure, added)
+        self._hooks = ExpansionHooks(self.base, structure, added, last_gains)
 
     def __deepcopy__(self, memo: object) -> HostedDecoder:
         raise TypeError("a hosted decoder cannot be copied: its hooks would run the original")
@@ -113,6 +128,13 @@ class HostedDecoder(CausalDecoder):
         for layer in structure.layers:
             for block in layer.blocks:
                 yield self.base.get_submodule(f"{structure.layer_name(layer)}.{block.name}")
+
+    def recomputed_layers(self) -> Iterator[nn.Module]:
+        structure = self.spec.structure
+        for layer, added in zip(structure.layers, self.layers, strict=True):
+            assert isinstance(added, AddedLayer)
+            if self._is_recomputed(added):
+                yield self.base.get_submodule(structure.layer_name(layer))
 
     def compile_layers(self, backend: str = "inductor") -> None:
         raise ConfigError("compile: expected false beside a hosted base (base_code: transformers)")
@@ -198,7 +220,15 @@ class HostedDecoder(CausalDecoder):
             Context(table, attend),
             masked=masked,
             is_recomputed=self._is_recomputed,
+            own_input=self._own_input_of(tokens),
         )
+
+    def _own_input_of(self, tokens: Tensor) -> OwnInput | None:
+        """What open tokens add to x; None for a model without own input rows."""
+        if self.own_input is None:
+            return None
+        assert self.plan.own is not None, "they come with own rows"
+        return OwnInput(self.plan.own.first_layer, self.own_input(tokens))
 
     def _is_recomputed(self, layer: AddedLayer) -> bool:
         if self.activation_checkpointing == "collaborative":
@@ -220,7 +250,7 @@ class HostedDecoder(CausalDecoder):
         found: list[Tensor] = []
 
         def close(x: Tensor) -> None:
-            # Below the gate's layer there is no W12: the mask counts from here on.
+            # Below the gate's layer nothing is added to x: the mask counts from here on.
             closed = self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)
             forward_pass.masked = closed
             found.append(closed)

@@ -47,6 +47,7 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
         embedding=names[twin.get_input_embeddings()],
         output=names[output],
         documents=documents,
+        last_norms=found.last_norms,
         has_one_stream=found.has_one_stream,
     )
     check_names(structure, twin, build_without_memory(config))

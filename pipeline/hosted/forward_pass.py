@@ -13,7 +13,7 @@ gets the same values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import BaseModelError
 from pipeline.hosted.added_blocks import AddedLayer
+from pipeline.hosted.calls import HIDDEN_STATES
+from pipeline.hosted.own_weights import OwnGains, of_rows
 from pipeline.hosted.structure import HostedBlock, HostedStructure
 from pipeline.model.decoder_layer import Context
+from pipeline.model.paths import OwnInput
+from pipeline.parallel.linear import LowRankAdapter
+from pipeline.scale_math import masked_sum
 
 
 class LayerRun:
@@ -34,9 +39,11 @@ class LayerRun:
         x_up: [B, S, U], the expansion stream at the entry of the layer.
         changes: y_up of the blocks that have run, by index.
         inputs: the input of blocks whose output comes from another module, by index.
+        own: the maps and norms that have run with weights of open tokens' own, by name.
     """
 
     def __init__(self, x_up: Tensor) -> None:
+        self.own: set[str] = set()
         self.x_up = x_up
         self.changes: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
@@ -58,6 +65,7 @@ class ForwardPass:
         masked: whether W12 is skipped; as a mask [B, S, 1], for some of the tokens. A gate sets it
             while the pass runs.
         is_recomputed: whether the backward pass computes a layer again.
+        own_input: what open tokens add to x where weights of their own begin; None: nothing.
         layer: what the blocks of the running layer share.
     """
 
@@ -68,12 +76,19 @@ class ForwardPass:
         *,
         masked: bool,
         is_recomputed: Callable[[AddedLayer], bool],
+        own_input: OwnInput | None = None,
     ) -> None:
         self.x_up = x_up
         self.context = context
         self.masked: bool | Tensor = masked
         self.is_recomputed = is_recomputed
+        self.own_input = own_input
         self.layer: LayerRun | None = None
+
+    def own_has_run(self, name: str) -> None:
+        """Notes that a map or norm of the running layer has run with weights of its own."""
+        if self.layer is not None:  # else it is a norm after the last layer
+            self.layer.own.add(name)
 
 
 class ExpansionHooks:
@@ -85,14 +100,26 @@ class ExpansionHooks:
     """
 
     def __init__(
-        self, base: nn.Module, structure: HostedStructure, layers: Sequence[AddedLayer]
+        self,
+        base: nn.Module,
+        structure: HostedStructure,
+        layers: Sequence[AddedLayer],
+        last_gains: Mapping[str, OwnGains],
     ) -> None:
+        """`last_gains` are of norms after the last layer, by their names in `base`."""
         self.running: ForwardPass | None = None
         for layer, added in zip(structure.layers, layers, strict=True):
             module = base.get_submodule(structure.layer_name(layer))
             self._replace_forward(module, added)
+            # Before the hooks of blocks: a block may be a linear map, and W12 adds to its result.
+            for name, difference in added.low_rank.items():
+                self._add_low_rank_hook(module.get_submodule(name), name, difference)
+            for name, gains in added.gains.items():
+                self._add_gain_hook(module.get_submodule(name), name, gains)
             for index, block in enumerate(layer.blocks):
                 self._add_block_hooks(module, block, index, added)
+        for name, gains in last_gains.items():
+            self._add_gain_hook(base.get_submodule(name), name, gains)
 
     @contextmanager
     def run(self, forward_pass: ForwardPass | None) -> Iterator[None]:
@@ -117,6 +144,7 @@ class ExpansionHooks:
             current = self.running
             if current is None:
                 return plain(*arguments, **options)
+            arguments, options = _with_own_input(current, added, arguments, options)
 
             def run(x_up: Tensor, *arguments: Any) -> tuple[Any, Tensor]:
                 # Bound again where the backward pass recomputes: by then this pass is over, and
@@ -126,6 +154,7 @@ class ExpansionHooks:
                     current.layer = LayerRun(x_up)
                     try:
                         output = plain(*arguments, **options)
+                        _check_own(current, current.layer, added)
                         return output, current.layer.stream(range(len(added.names)))
                     finally:
                         current.layer = outer
@@ -138,6 +167,36 @@ class ExpansionHooks:
             return output
 
         module.forward = forward
+
+    def _add_low_rank_hook(self, module: nn.Module, name: str, difference: LowRankAdapter) -> None:
+        """Makes a linear map of the base add the low-rank difference for open tokens."""
+
+        def after(_: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> Tensor | None:
+            current = self.running
+            if current is None or current.masked is True:
+                return None
+            current.own_has_run(name)
+            masked = current.masked
+            if isinstance(masked, Tensor):
+                masked = of_rows(masked, y)
+            return masked_sum(y, difference(arguments[0]), masked)
+
+        module.register_forward_hook(after)
+
+    def _add_gain_hook(self, norm: nn.Module, name: str, gains: OwnGains) -> None:
+        """Makes a norm of the base use its changed gain for open tokens."""
+
+        def after(_: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> Tensor | None:
+            current = self.running
+            if current is None or current.masked is True:
+                return None
+            current.own_has_run(name)
+            changed: Tensor = gains(norm, arguments)
+            if isinstance(current.masked, Tensor):
+                return torch.where(of_rows(current.masked, y), y, changed)
+            return changed
+
+        norm.register_forward_hook(after)
 
     def _add_block_hooks(
         self, layer: nn.Module, block: HostedBlock, index: int, added: AddedLayer
@@ -201,6 +260,35 @@ class ExpansionHooks:
             return y  # without W12
         changed: Tensor = new_y.view(y.shape)
         return changed
+
+
+def _with_own_input(
+    current: ForwardPass, added: AddedLayer, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer of the base, with own rows in x where the layer is their first."""
+    own = current.own_input
+    if own is None or own.layer != added.index or current.masked is True:
+        return arguments, options
+    if arguments:
+        x, _ = own.added_to((arguments[0], None), masked=current.masked)
+        return (x, *arguments[1:]), options
+    x, _ = own.added_to((options[HIDDEN_STATES], None), masked=current.masked)
+    return arguments, {**options, HIDDEN_STATES: x}
+
+
+def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None:
+    """Checks that every map and norm with own weights has run, with them, in a layer.
+
+    Raises:
+        BaseModelError: the base's code went another way than when its structure was found.
+    """
+    missing = {*added.low_rank, *added.gains} - layer.own
+    if missing and current.masked is not True:
+        raise BaseModelError(
+            f"layer {added.index}: {min(missing)} has weights of open tokens' own and was not "
+            "called, as it was when the structure was found; another kernel of transformers reads "
+            "its weights: remove that kernel's package, or method.low_rank and own_gains"
+        )
 
 
 def argument_of(block: HostedBlock, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:

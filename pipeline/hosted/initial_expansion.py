@@ -20,7 +20,8 @@ from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.input_scales import LAST, input_scales
 from pipeline.hosted.structure import HostedBlock
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
-from pipeline.model.initial_expansion import BlockSource, linear_blocks
+from pipeline.model.initial_expansion import BlockSource, blocks_of_module, linear_blocks
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.scale.initialisers import leading_columns
 
 # Smaller matrices than this part of a block's largest are routers and gates, not maps of the block.
@@ -120,7 +121,7 @@ def initial_hosted_expansion(
     for name, block in _blocks(model, whole_base, source):
         done.add(name)
         yield name, block
-    # All other blocks start at zero: W12 and W_out^up.
+    # All other blocks start at zero: W12, W_out^up, and what open tokens have of their own.
     for name in sorted(expansion_names - done):
         yield name, torch.zeros(shapes[name])
 
@@ -150,6 +151,9 @@ def _blocks(
                 yield from linear_blocks(f"{path}.{leaf}", module, base, source)
 
     yield from _gains(model, whole_base, source)
+    for path, module in model.named_modules():
+        if isinstance(module, LowRankAdapter):
+            yield from blocks_of_module(path, module, source)
 
 
 def _gains(

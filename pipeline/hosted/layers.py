@@ -18,6 +18,7 @@ from pipeline.errors import faults_of_library
 from pipeline.hosted import probes
 from pipeline.hosted.blocks import BATCH, FoundBlock, find_blocks, same_blocks
 from pipeline.hosted.calls import HIDDEN_STATES, Call, Calls, matrices, record
+from pipeline.hosted.own_modules import find_linear_maps, find_norms, last_norms, names_within
 from pipeline.hosted.structure import HostedBlock, HostedLayer, UnsupportedStructureError
 from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN
 
@@ -34,6 +35,7 @@ class FoundLayers(NamedTuple):
 
     layer_list: str
     layers: tuple[HostedLayer, ...]
+    last_norms: tuple[str, ...]
     has_one_stream: bool
 
 
@@ -70,10 +72,23 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
 
     layers: list[HostedLayer] = []
     for (index, layer), blocks in zip(called.items(), found, strict=True):
-        records = tuple(_record(block, names, f"{layer_list}.{index}.") for block in blocks)
-        layers.append(HostedLayer(index, type(layer).__name__, records))
-    has_one_stream = tuple(stream.shape) == (BATCH.rows, BATCH.length, width)
-    return FoundLayers(layer_list, _with_least_additivity(layers), has_one_stream)
+        prefix = f"{layer_list}.{index}."
+        layers.append(
+            HostedLayer(
+                index=index,
+                module_class=type(layer).__name__,
+                blocks=tuple(_record(block, names, prefix) for block in blocks),
+                linear_maps=names_within(find_linear_maps(blocks, calls), names, prefix),
+                norms=names_within(find_norms(layer.modules(), calls), names, prefix),
+            )
+        )
+    after_layers = last_norms(twin, calls, list(called.values()))
+    return FoundLayers(
+        layer_list=layer_list,
+        layers=_with_least_additivity(layers),
+        last_norms=names_within(after_layers, names, ""),
+        has_one_stream=tuple(stream.shape) == (BATCH.rows, BATCH.length, width),
+    )
 
 
 def _with_least_additivity(layers: list[HostedLayer]) -> tuple[HostedLayer, ...]:

@@ -11,17 +11,25 @@ from torch import Tensor, nn
 
 from pipeline.hosted.spec import HostedSpec
 from pipeline.model.output import OutputProjection
+from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.parallel.topology import SINGLE
 
 
 class HostedOutput(OutputProjection):
     """The output projection whose W_out and bias are those of the base's own module."""
 
-    def __init__(self, spec: HostedSpec, expansion_size: int, base_map: nn.Module) -> None:
+    def __init__(
+        self,
+        spec: HostedSpec,
+        expansion_size: int,
+        base_map: nn.Module,
+        own_row_of: OwnRowOfToken | None = None,
+    ) -> None:
         super().__init__(
             spec.vocab_size,
             spec.widths.hidden_size,
             expansion_size,
+            own_row_of=own_row_of,
             threshold=0.0,
             softcap=spec.output_softcap,
             tp=SINGLE,
@@ -43,11 +51,11 @@ class HostedOutput(OutputProjection):
             return logits.new_full((), factor)
         return slopes.mul_(factor)
 
-    def _base_logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.base, self.bias).float()
+    def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias).float()
 
     def reference_logits(self, x: Tensor) -> Tensor:
-        return self._capped_(self._base_logits(x))
+        return self._capped_(self._base_logits(x, self.base))
 
     def _capped_(self, z: Tensor) -> Tensor:
         if self.scale.factor != 1.0:

@@ -69,11 +69,18 @@ class HostedBlock:
 @dataclass(frozen=True)
 class HostedLayer:
     """A layer of the decoder: its index in the list of layers, its class, and its blocks in the
-    order in which they run."""
+    order in which they run.
+
+    Attributes:
+        linear_maps: the maps of its blocks that can have low-rank differences for open tokens.
+        norms: its norms whose gains can have differences for open tokens.
+    """
 
     index: int
     module_class: str
     blocks: tuple[HostedBlock, ...]
+    linear_maps: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class HostedStructure:
         embedding: the module of the token embedding.
         output: the module that computes the logits.
         documents: how documents in one row are kept apart.
+        last_norms: the norms after the last layer, as `norms` of a layer.
         has_one_stream: whether layers give each other one residual stream, [B, S, hidden_size].
             Some types carry several: [n, B, S, hidden_size], [B, S, n, hidden_size].
     """
@@ -101,6 +109,7 @@ class HostedStructure:
     embedding: str
     output: str
     documents: DocumentSeparation
+    last_norms: tuple[str, ...] = ()
     has_one_stream: bool = True
 
     @property

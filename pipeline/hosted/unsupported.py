@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import BaseModelError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.hosted.spec import HostedSpec
-from pipeline.model.spec import DecoderSpec
 
 _OR_NATIVE = "or take a base of a native family (docs/architectures.md)"
 
@@ -24,6 +23,11 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
         raise ConfigError(
             f"parallel.tp_size: expected 1 with {hosted}, found {max(tp_size, parallel.tp_size)}; "
             f"use ZeRO-3, {_OR_NATIVE}"
+        )
+    if parallel.expert_size > 1:
+        raise ConfigError(
+            f"parallel.expert_size: expected 1 with {hosted}, found {parallel.expert_size}; use "
+            f"ZeRO-3, {_OR_NATIVE}"
         )
     if config.base_precision != "bf16":
         raise ConfigError(
@@ -51,12 +55,16 @@ def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
             f"it, {_OR_NATIVE}"
         )
     method = config.method
-    if config.gate is None or not isinstance(method, ScaleMethod) or method.l_fp is None:
+    if config.gate is None or not isinstance(method, ScaleMethod):
         return
-    if method.l_fp == 0 or (config.gate.layer or 0) > method.l_fp:
+    setting = "own_first_layer" if method.variant == "preserve" else "l_fp"
+    first = getattr(method, setting)
+    if first is None:  # Preserve without own weights: the base's stream is exact everywhere
+        return
+    if first == 0 or (config.gate.layer or 0) > first:
         raise ConfigError(
-            f"gate.layer: expected at most method.l_fp, and that at least 1, with {hosted}, whose "
-            f"layers run once; found l_fp {method.l_fp}, and gate.layer {config.gate.layer}"
+            f"gate.layer: expected at most method.{setting}, and that at least 1, with {hosted}, "
+            f"whose layers run once; found {setting} {first}, and gate.layer {config.gate.layer}"
         )
 
 
@@ -83,24 +91,25 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
             f"base; remove it, {_OR_NATIVE}"
         )
     if method.has_own_weights:
+        _check_own_weights(method, spec, hosted)
+
+
+def _check_own_weights(method: ScaleMethod, spec: HostedSpec, hosted: str) -> None:
+    """Raises ConfigError where the base has no place for weights of open tokens' own."""
+    if not spec.structure.has_one_stream:
         raise ConfigError(
-            f"method.own_rows, own_gains, low_rank: {hosted} has none yet; remove them, "
-            f"{_OR_NATIVE}"
+            f"method.own_rows, own_gains, low_rank: expected a base with one residual stream, "
+            f"found {hosted} with several; remove them, {_OR_NATIVE}"
         )
-
-
-def check_native(spec: DecoderSpec, what: str, advice: str) -> None:
-    """Checks that a base is native, where only such a base will do.
-
-    Args:
-        spec: the base's.
-        what: what needs it, the beginning of the message.
-        advice: what to do with a hosted one, the end of the message.
-
-    Raises:
-        BaseModelError: it is a hosted one.
-    """
-    if isinstance(spec, HostedSpec):
-        raise BaseModelError(
-            f"{what}: not for a hosted base (model_type {spec.family}) yet; {advice}"
+    first = method.l_fp if method.own_first_layer is None else method.own_first_layer
+    layers = spec.structure.layers[first:]
+    if method.low_rank is not None and not any(layer.linear_maps for layer in layers):
+        raise ConfigError(
+            f"method.low_rank: expected linear maps that take every token, found none from layer "
+            f"{first} on of {hosted}; remove it, {_OR_NATIVE}"
+        )
+    if method.own_gains and not any(layer.norms for layer in layers):
+        raise ConfigError(
+            f"method.own_gains: expected norms with gains, found none from layer {first} on of "
+            f"{hosted}; remove it, {_OR_NATIVE}"
         )

@@ -21,8 +21,13 @@ from pipeline.methods.scale import Scale
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.quantized import (
+    DEFAULT_RECIPE,
+    Fp8Recipe,
+    QuantizedPrecision,
+    stored_parameter,
+)
+from pipeline.parallel.sharding import named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
 
@@ -79,8 +84,9 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
-        ConfigError: `compile` with a mixture of experts, a stage's `trains` that matches nothing,
-            or a setting that a hosted base cannot have.
+        ConfigError: `compile` with a mixture of experts, `parallel.expert_size` with experts that
+            train, a stage's `trains` that matches nothing, or a setting that a hosted base cannot
+            have.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if isinstance(spec, HostedSpec):
@@ -93,15 +99,32 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
+    check_shared_experts_frozen(model, config)
     model.kept_results = kept_results or config.recomputation_keeps
     model.output.kl_coefficient = config.data.kl_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
     if config.base_precision != "bf16":
-        quantize_base(model, config.base_precision)
+        recipe = Fp8Recipe(**config.fp8.model_dump())
+        quantize_base(model, config.base_precision, recipe)
     if config.stages:
         rest_all_but_stages(model, config)
     return model
+
+
+def check_shared_experts_frozen(model: CausalDecoder, config: RunConfig) -> None:
+    """Checks that no experts train that data-parallel ranks share.
+
+    Raises:
+        ConfigError: some do.
+    """
+    for name, parameter in named_trained_parameters(model):
+        size = partition_of(parameter).expert_size
+        if size > 1:
+            raise ConfigError(
+                f"parallel.expert_size: expected 1 with method.name {config.method.name}, which "
+                f"trains experts ({name}), found {size}; take scale or lora, or ZeRO-3 without it"
+            )
 
 
 def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
@@ -127,8 +150,10 @@ def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
     model.resting = tuple(resting)
 
 
-def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`.
+def quantize_base(
+    model: CausalDecoder, precision: QuantizedPrecision, recipe: Fp8Recipe = DEFAULT_RECIPE
+) -> None:
+    """Stores the base's linear maps, unset yet, in `precision`; in fp8 as `recipe` says.
 
     Embedding, norms and output projection stay.
 
@@ -137,5 +162,5 @@ def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
-        stored = stored_parameter(weight, precision, path, model.tp.size)
+        stored = stored_parameter(weight, precision, path, model.tp.size, recipe)
         module.register_parameter("weight", stored)

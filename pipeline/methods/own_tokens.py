@@ -10,6 +10,7 @@ from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.corpora import train_folder
+from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.errors import ConfigError, DataError
 
 _READ_TOKENS = 2**24
@@ -43,14 +44,19 @@ def own_tokens_of(
 def frequent_tokens(
     config: RunConfig, vocab_size: int, min_count: int, *, setting: str, tokenizer_fingerprint: str
 ) -> tuple[int, ...]:
-    """The ids that occur at least `min_count` times in the corpora of role new; `setting` is where
-    that number comes from.
+    """The base's ids that occur at least `min_count` times in the corpora of role new; `setting` is
+    where that number comes from.
 
     Raises:
         ConfigError: no token is as frequent.
         DataError: as `own_tokens_of`.
     """
-    counts = token_counts(config, "new", vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
+    rows = vocab_size
+    if config.vocabulary is not None:
+        # New tokens have rows in any case. Their ids come after the base's.
+        rows += len(read_vocabulary(config.vocabulary.folder).tokens)
+    counts = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer_fingerprint)
+    counts = counts[:vocab_size]
     frequent = np.flatnonzero(counts >= min_count)
     if not len(frequent):
         raise ConfigError(

@@ -197,22 +197,10 @@ def check_own_weights(settings: ScaleMethod | Lora, spec: DecoderSpec) -> None:
     """Checks that the method, and weights of open tokens' own, go with this base.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: a hosted base does not take them.
     """
     if isinstance(spec, HostedSpec):
         check_hosted_method(settings, spec)
-    # LoRA's adapters of a mixture's other maps may be without a gate.
-    low_rank = settings.low_rank if isinstance(settings, ScaleMethod) else None
-    if low_rank is not None and spec.mixture is not None:
-        raise ConfigError(
-            "method.low_rank: a mixture of experts has its experts in one tensor, which takes no "
-            "low-rank difference; remove it"
-        )
-    if settings.own_rows is not None and spec.new_tokens:
-        raise ConfigError(
-            "method.own_rows: the run has an extended vocabulary, whose new tokens have rows "
-            "already; remove own_rows or vocabulary"
-        )
 
 
 def upscale(
@@ -229,6 +217,10 @@ def upscale(
     """
     check_own_weights(settings, base.spec)
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
+    if plan.own is not None and plan.own.low_rank is not None and base.spec.mixture is not None:
+        _logger.info(
+            "low-rank differences: of all linear maps but the experts', which are in one tensor"
+        )
     # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
         model = build_decoder(base.spec, plan)

@@ -129,12 +129,13 @@ class BaseFolder:
             first_row = rows[0]
             taken = slice(*rows)
         if source.experts is not None:
-            of_one = partition
+            of_one = replace(partition, expert_rank=0, expert_size=1)
             if partition.dim is not None:
                 # A dimension of one expert's matrix is the next one of the parameter.
-                of_one = replace(partition, dim=partition.dim - 1)
+                of_one = replace(of_one, dim=partition.dim - 1)
+            held = source.names()[slice(*partition.experts(source.experts))]
             experts = self._of_each(
-                source.names()[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
+                held[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
             # transformers stores an expert a tensor; ours are one tensor, for a product over all of
             # them.

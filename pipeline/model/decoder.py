@@ -3,7 +3,7 @@ SCALE."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -35,7 +35,13 @@ from pipeline.model.paths import (
 from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
-from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
+from pipeline.model.spec import (
+    DecoderSpec,
+    LayerKind,
+    RotarySpec,
+    check_base_fits,
+    check_experts_fit,
+)
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -73,10 +79,12 @@ class Decoder(CausalDecoder):
     ) -> None:
         """`added_layers` are the indices of the layers that the base does not have.
 
-        Raises LayoutError if the base's heads or FFN cannot be split over `tp.size` ranks.
+        Raises LayoutError if the base's heads or FFN cannot be split over `tp.size` ranks, or its
+        experts be shared by those of `tp.expert_parallel`.
         """
         super().__init__(spec, plan, tp)
         check_base_fits(spec, tp.size)
+        check_experts_fit(spec, tp.expert_parallel.size)
         self.added_layers = added_layers
         self._run_recomputed = run_recomputed
         # First, so that a weight which `output` shares with it has its name from here.
@@ -101,7 +109,7 @@ class Decoder(CausalDecoder):
         self._is_routed = plan is not None and plan.routed
         own_row_of: OwnRowOfToken | None = None
         if plan is not None and plan.own is not None and plan.own.tokens is not None:
-            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
+            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size, spec.added_tokens)
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
@@ -286,6 +294,11 @@ class Decoder(CausalDecoder):
             scale=self.spec.attention_scale,
             softcap=softcap,
         )
+
+    def recomputed_layers(self) -> Iterator[nn.Module]:
+        for layer in self.layers:
+            if self.is_checkpointed(layer):
+                yield layer
 
     def is_checkpointed(self, layer: nn.Module) -> bool:
         """Whether the backward pass recomputes `layer`, one of `layers`."""

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan, Widths
+from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
 
 _GGUF_BLOCK = 256
 """The elements of a row that GGUF's K-quants need a multiple of."""
@@ -27,18 +27,24 @@ def merged_unsupported_reason(
         return None
     if not spec.is_native:
         return f"a hosted base (model_type {spec.family}): its matrices are not widened"
-    if plan.expansion is None:
-        return _unmerged_adapters_reason(plan, gated=gated)
+    reason: str | None = None
+    if plan.expansion is not None:
+        reason = _unmerged_blocks_reason(plan, spec)
+    if reason is None and plan.own is not None:
+        reason = _unmerged_own_weights_reason(plan, plan.own, spec)
+    # Last, so that leaving the gate out is advised only where that helps.
+    if reason is None and gated:
+        reason = "a gate decides for each token (--without-gate leaves it out)"
+    return reason
+
+
+def _unmerged_blocks_reason(plan: ExpansionPlan, spec: DecoderSpec) -> str | None:
+    """Why the blocks of an expansion do not fuse with the base's matrices; None if they do."""
     reason = family_of(spec).merged_unsupported_reason
     if reason is not None:
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
-    if plan.own is not None:
-        return (
-            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some "
-            "tokens alone"
-        )
     # The one mean square of the merged norm must be the base's: added channels are stored so small
     # that they do not count in it.
     if plan.norm != "base":
@@ -46,17 +52,26 @@ def merged_unsupported_reason(
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
             "(norm: base allows it)"
         )
-    if gated:
-        return "a gate decides for each token (--without-gate leaves it out)"
     return None
 
 
-def _unmerged_adapters_reason(plan: ExpansionPlan, *, gated: bool) -> str | None:
-    """Why adapters, and the gains beside them, cannot be merged into the base's own matrices."""
-    if plan.own is not None and plan.own.tokens is not None:
-        return "method.own_rows: an ordinary model has no weights for some tokens alone"
-    if gated:
-        return "a gate decides for each token (--without-gate leaves it out)"
+def _unmerged_own_weights_reason(
+    plan: ExpansionPlan, own: OwnWeights, spec: DecoderSpec
+) -> str | None:
+    """Why what open tokens have of their own does not add to the base's weights; None if it does.
+
+    In an ordinary model every token reads them, as in training.
+    """
+    if own.tokens is not None and own.first_layer > 0:
+        return (
+            f"method.own_rows: they enter before layer {own.first_layer}, where an ordinary model "
+            "reads no embedding (a run whose own weights begin at layer 0 allows it)"
+        )
+    if own.gains and plan.expansion is not None and spec.query_key_norm == "head":
+        return (
+            f"method.own_gains: bases of model_type {spec.family} normalise each head of queries "
+            "and keys, with one gain for all heads, which added heads share with closed tokens"
+        )
     return None
 
 

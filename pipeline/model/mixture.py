@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.expert_rows import gather_tokens, rows_of_held_experts, sum_at_owners
 from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
 from pipeline.parallel.topology import TensorParallel
@@ -212,13 +213,15 @@ class Experts(nn.Module):
     """x: [N, D], with the experts that each token takes and their weights, both [N, k] -> [N, D].
 
     The rows of tokens are sorted by expert, k rows for each token, and every linear map is one
-    product over all.
+    product over all. Where several data-parallel ranks share the experts, a rank computes the rows
+    of its own experts for the tokens of all of them.
     """
 
     def __init__(
         self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
     ) -> None:
         super().__init__()
+        self.expert_parallel = tp.expert_parallel
         self.activation = activation
         self.count = mixture.experts
         inner = mixture.intermediate_size
@@ -229,16 +232,34 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         # Every token keeps its k experts: there is no capacity beyond which tokens are dropped,
         # because a base trained without one would give other logits.
+        if self.expert_parallel.size > 1:
+            return self._over_ranks(x, weights, chosen)
         order, ends = rows_by_expert(chosen, self.count)
         tokens = order // chosen.shape[1]  # the token of each sorted row
         places = order.argsort().view_as(chosen)  # where the k rows of each token stand
-        rows = _Moved.apply(x, tokens, places, True)
+        rows = _Moved.apply(x, tokens, places, True, None)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
         # The down map is linear: weighting the narrower inner activations costs less than weighting
         # its results.
         weighted = inner * weights.flatten()[order].unsqueeze(-1)
-        y: Tensor = _Moved.apply(self.down(weighted, ends), tokens, places, False)
+        y: Tensor = _Moved.apply(self.down(weighted, ends), tokens, places, False, None)
         return y
+
+    def _over_ranks(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        ranks = self.expert_parallel
+        # One message for both, which are of one type.
+        of_all = gather_tokens(torch.cat([x, weights], dim=1), ranks)
+        x_of_all, weights_of_all = of_all.split([x.shape[1], weights.shape[1]], dim=1)
+        chosen_of_all = gather_tokens(chosen.int(), ranks).long()
+        held = rows_of_held_experts(chosen_of_all, self.count, ranks)
+        # Rows of no expert hold whatever their memory held, which nothing may read.
+        last = len(held.order) - 1
+        rows = _Moved.apply(x_of_all, held.tokens, held.places, True, last)
+        inner = self.activation(self.gate(rows, held.ends)) * self.up(rows, held.ends)
+        factors = weights_of_all.flatten()[held.order].where(held.is_held, 0).unsqueeze(-1)
+        y = self.down(inner * factors, held.ends)
+        partial: Tensor = _Moved.apply(y, held.tokens, held.places, False, last)
+        return sum_at_owners(partial, ranks)
 
 
 class _Moved(torch.autograd.Function):
@@ -247,22 +268,26 @@ class _Moved(torch.autograd.Function):
     With `spread`: x [N, D] -> the rows of `tokens`, [N·k, D]. Without: x [N·k, D] -> the sums of
     the rows at `places` [N, k], [N, D]. Each is the other's gradient; autograd's own, of an
     indexing, may add in an order that chance decides. Indices are saved as tensors, so that
-    recomputation replaces them with the rest.
+    recomputation replaces them with the rest. No sum reads the row `unread`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, spread: bool, unread: int | None
+    ) -> Tensor:
         ctx.save_for_backward(tokens, places)
         ctx.spread = spread
-        return _moved(x, tokens, places, spread)
+        ctx.unread = unread
+        return _moved(x, tokens, places, spread, unread)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tokens, places = ctx.saved_tensors
-        return _moved(gradient, tokens, places, not ctx.spread), None, None, None
+        moved = _moved(gradient, tokens, places, not ctx.spread, ctx.unread)
+        return moved, None, None, None, None
 
 
-def _moved(x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:
+def _moved(x: Tensor, tokens: Tensor, places: Tensor, spread: bool, unread: int | None) -> Tensor:
     if spread:
         return x.index_select(0, tokens)
-    return F.embedding_bag(places, x, mode="sum")
+    return F.embedding_bag(places, x, mode="sum", padding_idx=unread)

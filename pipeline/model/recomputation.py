@@ -126,7 +126,9 @@ def gate_and_up_shapes(layer: DecoderLayer) -> frozenset[Shape]:
     """
     tp_size = layer.ffn.tp.size
     shapes: set[Shape] = set()
-    for path, parameter in layer.ffn.named_parameters():
+    # Experts that ranks share are buffers under ZeRO-3.
+    weights = (*layer.ffn.named_parameters(), *layer.ffn.named_buffers())
+    for path, parameter in weights:
         parts = path.split(".")
         if parts[-1] != "weight" or not {"gate", "up"} & set(parts):
             continue

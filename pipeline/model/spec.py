@@ -106,6 +106,8 @@ class DecoderSpec:
         residual: how a base that was widened before stores its residual stream.
         new_tokens: how many tokens a run adds to the vocabulary; their ids follow the base's
             `vocab_size`.
+        added_tokens: how many of the last ids of `vocab_size` are new tokens of a run: a trained
+            model that is read whole has their rows in the base's matrices.
     """
 
     family: str
@@ -133,6 +135,7 @@ class DecoderSpec:
     mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
     new_tokens: int = 0
+    added_tokens: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -145,9 +148,9 @@ class DecoderSpec:
 
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON, but for the layers, and the rows of an extended vocabulary."""
-        values = asdict(replace(self, layers=(), new_tokens=0))
-        del values["layers"]
-        del values["new_tokens"]
+        values = asdict(replace(self, layers=()))
+        for name in ("layers", "new_tokens", "added_tokens"):
+            del values[name]
         return values
 
 
@@ -182,6 +185,26 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
             f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its "
             f"intermediate_size {sizes}, and a divisor or multiple of its {kv_heads} key/value "
             f"heads, found {tp_size}"
+        )
+
+
+def check_experts_fit(spec: DecoderSpec, expert_size: int) -> None:
+    """Checks that `expert_size` ranks can share the experts of a base.
+
+    Raises:
+        LayoutError: they cannot.
+    """
+    if expert_size == 1:
+        return
+    if spec.mixture is None:
+        raise LayoutError(
+            f"parallel.expert_size: expected 1 with a base without experts (family {spec.family}), "
+            f"found {expert_size}; remove it"
+        )
+    if spec.mixture.experts % expert_size:
+        raise LayoutError(
+            f"parallel.expert_size: expected a divisor of the base's {spec.mixture.experts} "
+            f"experts, found {expert_size}"
         )
 
 

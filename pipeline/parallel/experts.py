@@ -14,7 +14,10 @@ of."""
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x: [N, in] sorted by expert, weights: [experts, out, in], ends: [experts] -> [N, out]."""
+    """x: [N, in] sorted by expert, weights: [experts, out, in], ends: [experts] -> [N, out].
+
+    Rows from the last end on are of no expert: their results are undefined.
+    """
     if x.is_meta:
         # The sizes and costs are the same whichever experts are chosen.
         return F.linear(x, weights[0])
@@ -34,8 +37,12 @@ def product_of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     # which is why the grouped product is preferred.
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     products: list[Tensor] = []
-    for rows, weight in zip(x.split(counts), weights, strict=True):
+    of_none = len(x) - sum(counts)
+    *of_experts, rest = x.split([*counts, of_none])
+    for rows, weight in zip(of_experts, weights, strict=True):
         products.append(F.linear(rows, weight))
+    if of_none:
+        products.append(rest.new_zeros(of_none, weights.shape[1]))
     return torch.cat(products)
 
 

@@ -14,8 +14,6 @@ from pipeline.parallel.quantized import frozen_product, quantization_of
 from pipeline.parallel.sharding import (
     REPLICATED,
     Partition,
-    full_shape_of,
-    partition_of,
     sharded_parameter,
     sum_gradient_over_replicas,
     used_between_regions,
@@ -86,9 +84,11 @@ class ReplicatedLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
 
-    x: [N, in], its rows sorted by expert; ends: int32 [experts], where the rows of each expert end;
-    y: [N, out]. With `dim` 1 each expert's rows are split over the ranks (as ColumnParallelLinear),
-    with 2 its columns (as RowParallelLinear: y is then a partial sum over the ranks).
+    x: [N, in], its rows sorted by expert; ends: int32 [held experts], where the rows of each expert
+    end; y: [N, out], undefined from the last end on. This rank holds all experts, or those of its
+    place among the ranks that share them. With `dim` 1 each expert's rows are split over the
+    tensor-parallel ranks (as ColumnParallelLinear), with 2 its columns (as RowParallelLinear: y is
+    then a partial sum over them).
     """
 
     def __init__(
@@ -96,7 +96,13 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = (experts, out_features, in_features)
-        self.weight = sharded_parameter(shape, Partition(dim=dim, units=shape[dim]), tp)
+        partition = Partition(
+            dim=dim,
+            units=shape[dim],
+            expert_rank=tp.expert_parallel.rank,
+            expert_size=tp.expert_parallel.size,
+        )
+        self.weight = sharded_parameter(shape, partition, tp)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         quantization = quantization_of(self.weight)
@@ -116,8 +122,8 @@ def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorPar
 class LowRankAdapter(nn.Module):
     """s B A x, which LoRA adds to W x. x: [..., in] -> [..., out].
 
-    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. The result is a partial
-    sum over the ranks if W is row-parallel.
+    W is [out, in], s is `scale`, A: [rank, in], B: [out, rank]. The result is a partial sum over
+    the ranks if W is row-parallel.
 
     If W is split by rows, so is B; if by columns, so is A. The other factor is replicated, but each
     rank applies it to its part only, so its gradient is summed over the ranks. A and B are
@@ -125,13 +131,19 @@ class LowRankAdapter(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel
+        self,
+        shape: tuple[int, int],
+        rank: int,
+        *,
+        scale: float,
+        partition: Partition = REPLICATED,
+        tp: TensorParallel,
     ) -> None:
+        """`shape` is that of the whole W, and `partition` says how W is split."""
         super().__init__()
         self.tp = tp
         self.scale = scale
-        partition = partition_of(weight)
-        out_features, in_features = full_shape_of(weight)
+        out_features, in_features = shape
         # Derived from W's own split, so that B A x is split, or partial, just as W x is: both are
         # added before the one collective of the region.
         partition_of_a = partition if partition.dim == 1 else REPLICATED

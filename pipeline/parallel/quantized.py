@@ -8,10 +8,10 @@ would cast the scales to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.sharding import (
-    REPLICATED,
     Partition,
     Rows,
     full_shape_of,
@@ -30,7 +29,13 @@ from pipeline.parallel.sharding import (
 from pipeline.parallel.topology import TensorParallel
 
 QuantizedPrecision = Literal["fp8", "nf4"]
+Fp8Scaling = Literal["tensor", "row"]
+"""What shares a scale in a matrix in fp8: all elements, or those of a row."""
+GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
+"""How the product with a gradient is computed: in one of the types of fp8, or in bf16 with the
+decoded matrix."""
 FP8 = torch.float8_e4m3fn
+_GRADIENT_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 64
 """Columns that share a scale in nf4."""
 # The quantiles of a normal distribution (Dettmers et al. 2023), as bitsandbytes rounds them.
@@ -46,38 +51,76 @@ _ALIGNED = 16
 too."""
 _ENCODED = 2**20
 """Elements that are encoded at a time: their copies in fp32 stay in a processor's cache."""
+_SMALL = 1024
+_SMALL_BESIDE = 4096
+"""A matrix is small if its shorter side is at most the first, and its longer at most the second.
+On an H100 casts cost such products more than fp8 saves: the bounds of torchao's
+`auto_filter_small_kn` for one scale a tensor, here for either side, as gradients take W transposed.
+"""
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How a base in fp8 is stored and multiplied.
+
+    Attributes:
+        scaling: what shares a scale in a matrix.
+        gradient: how the input's gradient is computed.
+        skip_small: whether small matrices are multiplied in bf16.
+    """
+
+    scaling: Fp8Scaling = "tensor"
+    gradient: GradientPrecision = "e4m3"
+    skip_small: bool = True
+
+
+DEFAULT_RECIPE = Fp8Recipe()
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a matrix [rows, columns] is stored.
+    """How a matrix [rows, columns] is stored, and multiplied.
 
-    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns,
-    packed and decoded as by bitsandbytes; after the scales comes the table of the two values of
-    each byte, because a table made on the host would be a copy to the device in every product.
+    fp8: e4m3, with one scale, a power of two, or a scale for each row. nf4: 4 bits with a scale for
+    each block of 64 columns, packed and decoded as by bitsandbytes; after the scales comes the
+    table of the two values of each byte, because a table made on the host would be a copy to the
+    device in every product.
 
-    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a
-    layer that is compiled cannot ask for a GPU's generation.
+    Attributes:
+        precision: the form.
+        rows: of the matrix.
+        columns: of the matrix.
+        scaling: in fp8, what shares a scale.
+        gradient: in fp8, how the input's gradient is computed.
+        fp8_devices: the types of devices that multiply in fp8: a field, because a layer that is
+            compiled cannot ask for a GPU's generation.
     """
 
     precision: QuantizedPrecision
     rows: int
     columns: int
-    fp8_device: str | None = None
+    scaling: Fp8Scaling = "tensor"
+    gradient: GradientPrecision = "e4m3"
+    fp8_devices: tuple[str, ...] = ()
 
     @property
-    def blocks(self) -> int:
-        """The number of scales of a row."""
-        if self.precision == "fp8":
-            return 1
-        return -(-self.columns // BLOCK)  # rounded up
+    def _scale_shape(self) -> tuple[int, int]:
+        """The shape of the scales."""
+        if self.precision == "nf4":
+            return self.rows, -(-self.columns // BLOCK)  # rounded up
+        if self.scaling == "tensor":
+            return 1, 1
+        return self.rows, 1
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row's codes; in nf4 the last block is padded with zeros."""
         if self.precision == "fp8":
             return self.columns
-        return self.blocks * BLOCK // 2
+        _, blocks = self._scale_shape
+        return blocks * BLOCK // 2
 
     @property
     def _scales_at(self) -> int:
@@ -85,7 +128,7 @@ class Quantization:
 
     @property
     def _table_at(self) -> int:
-        return self._scales_at + self.rows * self.blocks * 4
+        return self._scales_at + prod(self._scale_shape) * 4
 
     @property
     def size(self) -> int:
@@ -99,24 +142,38 @@ class Quantization:
         return stored[: self.rows * self.row_bytes].view(self.rows, self.row_bytes)
 
     def scales(self, stored: Tensor) -> Tensor:
-        """A view of `stored`: fp32 [rows, blocks]."""
+        """A view of `stored`: fp32; [1, 1] or [rows, 1] in fp8, [rows, blocks] in nf4."""
         stored_scales = stored[self._scales_at : self._table_at]
-        return stored_scales.view(torch.float32).view(self.rows, self.blocks)
+        return stored_scales.view(torch.float32).view(self._scale_shape)
 
     def _table(self, stored: Tensor) -> Tensor:
         """A view of `stored`: fp32 [256, 2], the two values of each byte."""
         return stored[self._table_at :].view(torch.float32).view(256, 2)
 
-    def write(self, stored: Tensor, matrix: Tensor, left: int = 0) -> None:
-        """Encodes whole rows, `matrix` [rows, ...], and stores their codes from byte `left` on."""
+    def write(self, stored: Tensor, matrix: Tensor, above: int = 0, left: int = 0) -> None:
+        """Encodes `matrix` [..., ...] and stores its codes from row `above` and byte `left` on.
+
+        It has all elements on which a scale depends, of which this shard may hold a part: whole
+        rows, or with one scale the whole matrix.
+        """
         codes = self.codes(stored)
         scales = self.scales(stored)
+        if self.precision == "fp8" and self.scaling == "tensor":
+            scales.copy_(_power_of_two_scale(_largest(matrix), FP8))
         # In parts: a whole matrix in fp32 beside its codes would need five times the memory of the
         # stored form in fp8.
         rows_at_once = max(1, _ENCODED // self.columns)
-        for first in range(0, len(matrix), rows_at_once):
-            rows = slice(first, first + rows_at_once)
-            own_codes, scales[rows] = encode(matrix[rows], self.precision)
+        for first in range(0, self.rows, rows_at_once):
+            rows = slice(first, min(first + rows_at_once, self.rows))
+            part = matrix[above + rows.start : above + rows.stop].float()
+            if self.precision == "nf4":
+                own_codes, scales[rows] = _encode_nf4(part)
+            elif self.scaling == "row":
+                row_scales = _row_scales(part)
+                scales[rows] = row_scales
+                own_codes = _encode_fp8(part, row_scales)
+            else:
+                own_codes = _encode_fp8(part, scales.to(part.device))
             codes[rows] = own_codes[:, left : left + self.row_bytes]
         if self.precision == "nf4":
             values = torch.tensor(_NF4)
@@ -130,22 +187,22 @@ class Quantization:
             return (codes.view(FP8).float() * scales).to(dtype)
         # One look-up gives both values of a byte, the high four bits first, as bitsandbytes packs
         # them.
-        values = F.embedding(codes.int(), self._table(stored)).view(self.rows, self.blocks, BLOCK)
+        values = F.embedding(codes.int(), self._table(stored)).view(*scales.shape, BLOCK)
         return (values * scales.unsqueeze(-1)).to(dtype).flatten(1)[:, : self.columns]
 
 
-def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tensor]:
-    """Encodes whole rows [rows, columns].
+def _encode_fp8(matrix: Tensor, scales: Tensor) -> Tensor:
+    """The codes of `matrix` in fp32: uint8 [rows, columns]."""
+    # The cast rounds to the nearest; it needs no clamp, since the largest element of those that
+    # share a scale becomes at most the largest number of e4m3, 448.
+    return (matrix / scales).to(FP8).view(torch.uint8)
 
-    Returns their codes, uint8 [rows, row_bytes], and scales, fp32 [rows, blocks]. A scale depends
-    on the whole row, or block. So what is stored of an element is the same however rows are split.
+
+def _encode_nf4(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Encodes whole rows [rows, columns] in fp32.
+
+    Returns their codes, uint8 [rows, row_bytes], and scales, fp32 [rows, blocks].
     """
-    matrix = matrix.float()
-    if precision == "fp8":
-        scales = _fp8_scales(matrix)
-        # The cast rounds to the nearest; it needs no clamp, since the row's largest element becomes
-        # the largest number of e4m3, 448.
-        return (matrix / scales).to(FP8).view(torch.uint8), scales
     blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     # Multiplied by the reciprocal, as bitsandbytes does: a division rounds otherwise, and some
@@ -161,7 +218,7 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
-def _fp8_scales(matrix: Tensor) -> Tensor:
+def _row_scales(matrix: Tensor) -> Tensor:
     """The scale of each row [rows, columns]: fp32 [rows, 1].
 
     It makes the row's largest element the largest number in fp8.
@@ -169,11 +226,33 @@ def _fp8_scales(matrix: Tensor) -> Tensor:
     return matrix.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FP8).max
 
 
-def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
+def _largest(matrix: Tensor) -> Tensor:
+    """The largest absolute value of `matrix`, without a copy of it."""
+    return torch.maximum(matrix.amax(), -matrix.amin())
+
+
+def _power_of_two_scale(largest: Tensor, fp8_type: torch.dtype) -> Tensor:
+    """The smallest power of two, fp32, by which values up to `largest` are divided to fit into
+    `fp8_type`.
+
+    By such a scale nothing is rounded, neither where values are divided by it nor where a product
+    in 16 bits is multiplied. An element's rounding does not depend on it either, unless it lies
+    below the normal numbers of `fp8_type` (e4m3: 2^-15 of the largest).
+    """
+    exact = largest.float().clamp(min=1e-12) / torch.finfo(fp8_type).max
+    # Rounded up in the bits of an fp32: a logarithm would depend on the device.
+    bits = exact.view(torch.int32) + _MANTISSA_BITS
+    return (bits & _EXPONENT_BITS).view(torch.float32)
+
+
+def rounded(
+    matrix: Tensor, precision: QuantizedPrecision, scaling: Fp8Scaling = "tensor"
+) -> Tensor:
     """`matrix` [..., columns] stored in `precision` and decoded: what a model computes with, in
     fp32."""
     flat = matrix.flatten(0, -2)
-    quantization = Quantization(precision, *flat.shape)
+    rows, columns = flat.shape
+    quantization = Quantization(precision, rows, columns, scaling)
     stored = torch.empty(quantization.size, dtype=torch.uint8)
     quantization.write(stored, flat)
     return quantization.decode(stored, torch.float32).view(matrix.shape)
@@ -185,7 +264,11 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
 
 
 def stored_parameter(
-    parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int
+    parameter: nn.Parameter,
+    precision: QuantizedPrecision,
+    name: str,
+    tp_size: int,
+    recipe: Fp8Recipe = DEFAULT_RECIPE,
 ) -> nn.Parameter:
     """The stored form, unset, of this rank's shard of the frozen matrix `parameter`.
 
@@ -196,6 +279,7 @@ def stored_parameter(
         precision: the form.
         name: what messages call it.
         tp_size: the number of tensor-parallel ranks.
+        recipe: how matrices in fp8 are stored and multiplied.
 
     Raises:
         ConfigError: `parameter` trains, or the split over the ranks cuts blocks.
@@ -214,12 +298,15 @@ def stored_parameter(
             f"would cut in {name} with {shape[-1]} columns; take a smaller parallel.tp_size, or fp8"
         )
     rows = prod(rows_of)
-    is_aligned = rows % _ALIGNED == 0 and columns % _ALIGNED == 0
-    fp8_device: str | None = None
-    # The product in fp8 takes one matrix, not all experts'.
-    if precision == "fp8" and len(shape) == 2 and is_aligned and not parameter.is_meta:
-        fp8_device = "cuda" if _gpu_computes_in_fp8() else None
-    quantization = Quantization(precision, rows, columns, fp8_device)
+    is_of_experts = len(shape) == 3
+    scaling = recipe.scaling
+    if is_of_experts:
+        # They differ, and are decoded: torch's grouped product in fp8 takes no scale a tensor.
+        scaling = "row"
+    fp8_devices: tuple[str, ...] = ()
+    if precision == "fp8" and not is_of_experts:
+        fp8_devices = _fp8_devices(rows, columns, skip_small=recipe.skip_small)
+    quantization = Quantization(precision, rows, columns, scaling, recipe.gradient, fp8_devices)
     stored: Any = nn.Parameter(
         torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device),
         requires_grad=False,
@@ -231,7 +318,22 @@ def stored_parameter(
     return stored
 
 
-def _gpu_computes_in_fp8() -> bool:
+def _fp8_devices(rows: int, columns: int, *, skip_small: bool) -> tuple[str, ...]:
+    """The types of devices that multiply by a matrix [rows, columns] in fp8, with bf16 activations.
+
+    A CPU computes what GPUs compute, for tests and for runs that try a configuration. The meta
+    device stands for a GPU.
+    """
+    if rows % _ALIGNED or columns % _ALIGNED:
+        return ()
+    if skip_small and min(rows, columns) <= _SMALL and max(rows, columns) <= _SMALL_BESIDE:
+        return ()
+    if gpu_computes_in_fp8():
+        return "cpu", "meta", "cuda"
+    return "cpu", "meta"
+
+
+def gpu_computes_in_fp8() -> bool:
     """Whether this rank's GPU computes products in fp8.
 
     Hopper does, later ones if this torch has kernels for them.
@@ -242,30 +344,36 @@ def _gpu_computes_in_fp8() -> bool:
 
 @cache
 def computes_in_fp8(device: str) -> bool:
-    """Whether torch has a product in fp8 with a scale for each row for the device, by trying
-    one."""
-    quantization = Quantization("fp8", _ALIGNED, _ALIGNED)
-    stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
+    """Whether torch has products in fp8 for the device, with one scale and with a scale for each
+    row, by trying them."""
     ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
-    quantization.write(stored, ones)
-    try:
-        product = product_in_fp8(ones, stored, quantization, None)
-    except (RuntimeError, ValueError):  # what torch raises depends on its version
-        return False
-    return torch.equal(product, _ALIGNED * ones)
+    for scaling in get_args(Fp8Scaling):
+        quantization = Quantization("fp8", _ALIGNED, _ALIGNED, scaling)
+        stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
+        quantization.write(stored, ones)
+        try:
+            product = product_in_fp8(ones, stored, quantization, None)
+        except (RuntimeError, ValueError):  # what torch raises depends on its version
+            return False
+        if not torch.equal(product, _ALIGNED * ones):
+            return False
+    return True
 
 
 def read_partition(parameter: Tensor) -> Partition:
     """How the matrix is split that a rank reads to quantise its shard of `parameter`.
 
-    A scale of fp8 depends on a whole row. So where rows are cut, every rank reads all of them.
+    A scale of fp8 depends on the whole matrix, or row. So where these are cut, every rank reads
+    all of them, and what is stored of an element is the same however a matrix is split.
     """
     quantization = quantization_of(parameter)
     assert quantization is not None
     partition = partition_of(parameter)
+    if quantization.precision != "fp8":
+        return partition
     splits_columns = partition.dim == len(full_shape_of(parameter)) - 1
-    if splits_columns and quantization.precision == "fp8":
-        return REPLICATED
+    if splits_columns or quantization.scaling == "tensor":
+        return replace(partition, dim=None)
     return partition
 
 
@@ -278,13 +386,17 @@ def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows],
     quantization = quantization_of(parameter)
     assert quantization is not None
     shape = full_shape_of(parameter)
+    partition = partition_of(parameter)
     rows, *_ = local_shape(shape, read_partition(parameter), tp.size)
     matrix = read((0, rows)).flatten(0, -2)
+    above = 0
     left = 0
+    # More was read than this rank keeps, because scales depend on it.
+    if matrix.shape[0] != quantization.rows:
+        above, _ = partition.bounds(shape[0], tp.rank, tp.size)
     if matrix.shape[1] != quantization.columns:
-        # Whole rows were read, of which this rank keeps its columns.
-        left, _ = partition_of(parameter).bounds(shape[-1], tp.rank, tp.size)
-    quantization.write(parameter, matrix, left)
+        left, _ = partition.bounds(shape[-1], tp.rank, tp.size)
+    quantization.write(parameter, matrix, above, left)
 
 
 def frozen_product(
@@ -296,10 +408,9 @@ def frozen_product(
 ) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
-    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for
-    which torch has the kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each
-    row of x; elsewhere W is decoded. The backward pass decodes it again, so that only its bytes are
-    held between the two.
+    With `ends` W holds the maps of all experts, as in `grouped_product`. A product with fp8 is
+    computed in fp8 where x is in bf16, on `fp8_devices`; elsewhere W is decoded. So is it for the
+    input's gradient. Only W's bytes are held between the two passes.
     """
     product: Tensor = _FrozenProduct.apply(x, stored, bias, ends, quantization)
     return product
@@ -318,7 +429,7 @@ class _FrozenProduct(torch.autograd.Function):
         # x is not saved: W is frozen, so that no gradient needs it.
         ctx.save_for_backward(stored, ends)
         ctx.quantization = quantization
-        if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
+        if _is_in_fp8(x, quantization):
             return product_in_fp8(x, stored, quantization, bias)
         weights = quantization.decode(stored, x.dtype)
         if ends is None:
@@ -328,10 +439,12 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         stored, ends = ctx.saved_tensors
-        weights = ctx.quantization.decode(stored, gradient.dtype)
+        quantization: Quantization = ctx.quantization
+        if _is_in_fp8(gradient, quantization) and quantization.gradient != "bf16":
+            of_x = input_gradient_in_fp8(gradient, stored, quantization)
+            return of_x, None, None, None, None
+        weights = quantization.decode(stored, gradient.dtype)
         if ends is None:
-            # Decoded, not in fp8: that kernel wants the codes in the other memory order, which
-            # would double their memory (docs/adr/0030-fp8-by-rows.md).
             of_x = gradient @ weights
         else:
             of_x = grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends)
@@ -343,24 +456,76 @@ def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
     return weights.unflatten(0, (len(ends), -1))
 
 
+def _is_in_fp8(x: Tensor, quantization: Quantization) -> bool:
+    """Whether a product with activations, or gradients, `x` is computed in fp8."""
+    return x.dtype == torch.bfloat16 and x.device.type in quantization.fp8_devices
+
+
 def product_in_fp8(
     x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None
 ) -> Tensor:
     """`W x + b` for a W in fp8: x [..., in] -> [..., out] in the type of x.
 
-    x is rounded to fp8 row by row.
+    x is rounded to fp8 row by row. A token's result depends on no other token: what a gate leaves
+    closed keeps the base's numbers beside texts that it opens (docs/adr/0047).
     """
     rows = x.flatten(0, -2)
-    scales = _fp8_scales(rows)
-    product = torch._scaled_mm(
-        (rows / scales).to(FP8),
-        quantization.codes(stored).view(FP8).t(),
-        scale_a=scales,
-        scale_b=quantization.scales(stored).t(),
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
+    weights = quantization.codes(stored).view(FP8).t()
+    if quantization.scaling == "row":
+        row_scales = _row_scales(rows)
+        product = torch._scaled_mm(
+            (rows / row_scales).to(FP8),
+            weights,
+            scale_a=row_scales,
+            scale_b=quantization.scales(stored).t(),
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+    else:
+        scale = quantization.scales(stored)
+        product = _product_by_token(rows, FP8, weights, scale, use_fast_accum=True)
     product = product.view(*x.shape[:-1], quantization.rows)
     if bias is None:
         return product
     return product + bias
+
+
+def input_gradient_in_fp8(gradient: Tensor, stored: Tensor, quantization: Quantization) -> Tensor:
+    """`G W` for a W in fp8: G [..., out] -> [..., in] in the type of G, which is rounded to fp8 row
+    by row."""
+    rows = gradient.flatten(0, -2)
+    scale = quantization.scales(stored)
+    if quantization.scaling == "row":
+        # The product sums over W's rows: their scales belong to the columns of G.
+        rows = rows * scale.t()
+        scale = torch.ones_like(scale[:1])
+    # The product takes the columns of its second operand one after another: a copy of the codes for
+    # as long as it runs. One that stayed would take as much memory again as the codes.
+    weights = quantization.codes(stored).view(FP8).t().contiguous().t()
+    gradient_type = _GRADIENT_TYPES[quantization.gradient]
+    # Without fast accumulation, as gradients are computed by torchao and Transformer Engine.
+    product = _product_by_token(rows, gradient_type, weights, scale, use_fast_accum=False)
+    return product.view(*gradient.shape[:-1], quantization.columns)
+
+
+def _product_by_token(
+    rows: Tensor, fp8_type: torch.dtype, weights: Tensor, scale: Tensor, *, use_fast_accum: bool
+) -> Tensor:
+    """`rows` [N, k], rounded to `fp8_type`, times the codes `weights` [k, n] of one scale [1, 1].
+
+    Each row has a scale of its own, a power of two. The kernel takes one for all rows and is the
+    faster for it; rows are multiplied by their own behind it, which rounds nothing. That way
+    (Lingua's) a compiler joins it to what comes next, and to the cast here, which reads rows once,
+    where a scale over all of them would need two passes.
+    """
+    largest = rows.abs().amax(1, keepdim=True)
+    row_scales = _power_of_two_scale(largest, fp8_type)
+    product = torch._scaled_mm(
+        (rows / row_scales.to(rows.dtype)).to(fp8_type),
+        weights,
+        scale_a=torch.ones_like(scale),
+        scale_b=scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=use_fast_accum,
+    )
+    return product * row_scales.to(torch.bfloat16)

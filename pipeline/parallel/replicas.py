@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import BaseModelError
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
-from pipeline.parallel.sharding import zero_partition_of
+from pipeline.parallel.sharding import partition_of, zero_partition_of
 
 _CHUNK = 2**18
 """Words that are summed at a time: their 64-bit products stay in a processor's cache."""
@@ -24,8 +24,11 @@ _FACTOR = 6364136223846793005
 """Of Knuth's linear congruential generator; odd, so that multiplying by it loses no bit."""
 
 
-def check_frozen_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
+def check_frozen_replicas(model: nn.Module, group: dist.ProcessGroup, expert_size: int = 1) -> None:
     """Checks that all ranks of the data-parallel `group` hold the same bits of what is frozen.
+
+    Where `expert_size` neighbours share experts, those of a rank are compared with the ranks that
+    hold the same ones.
 
     That is every frozen parameter, and every persistent buffer: of some mixtures the correction of
     the router's scores is one. Under ZeRO-3 each rank holds a part of its own of the parameters,
@@ -38,12 +41,17 @@ def check_frozen_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
     if dist.get_world_size(group) == 1:
         return
     frozen: list[Tensor] = []
+    experts: list[Tensor] = []
     for parameter in model.parameters():
-        if not parameter.requires_grad and zero_partition_of(parameter) is None:
+        if parameter.requires_grad or zero_partition_of(parameter) is not None:
+            continue
+        if partition_of(parameter).expert_size > 1:
+            experts.append(parameter)
+        else:
             frozen.append(parameter)
     frozen += _persistent_buffers(model)
-    digests = all_gathered(digest_of(frozen), group)
-    run_on_all_ranks(partial(_check_own, digests, dist.get_rank(group)))
+    digests = all_gathered((digest_of(frozen), digest_of(experts)), group)
+    run_on_all_ranks(partial(_check_own, digests, dist.get_rank(group), expert_size))
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
@@ -54,8 +62,13 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
                 yield buffer
 
 
-def _check_own(digests: list[bytes], rank: int) -> None:
-    if digests[rank] != digests[0]:
+def _check_own(digests: list[tuple[bytes, bytes]], rank: int, expert_size: int) -> None:
+    frozen, experts = digests[rank]
+    of_all, _ = digests[0]
+    # Of consecutive ranks each holds other experts: the first one with the same is in the first
+    # `expert_size`.
+    _, of_same_experts = digests[rank % expert_size]
+    if frozen != of_all or experts != of_same_experts:
         raise BaseModelError(
             "the base in this rank's memory is not that of the first rank with its shard; remove "
             "the base from this node and copy it there again, and if that does not help, leave the "

@@ -28,11 +28,17 @@ class Partition:
     ranks hold the same unit. A `padded` dimension, the vocabulary, is zero-padded to a multiple of
     `tp_size` instead. Other sizes are refused before a model is built: by `model.spec` for the
     base, by `scale.plan` for the expansion.
+
+    A tensor of all experts of a mixture, [experts, ...], may also be split over the `expert_size`
+    ranks that share them: this rank holds the consecutive experts of place `expert_rank`. Such a
+    tensor is frozen, and read from the base at every layout, so that `merge` never sees one.
     """
 
     dim: int | None = None
     units: int = 1
     padded: bool = False
+    expert_rank: int = 0
+    expert_size: int = 1
 
     def replicas(self, tp_size: int) -> int:
         """How many ranks hold the same shard."""
@@ -55,6 +61,11 @@ class Partition:
         first = tp_rank // self.replicas(tp_size) * length
         return first, first + length
 
+    def experts(self, count: int) -> tuple[int, int]:
+        """Of `count` experts, the first one that this rank holds and the one past its last."""
+        held = count // self.expert_size
+        return self.expert_rank * held, (self.expert_rank + 1) * held
+
 
 REPLICATED = Partition()
 
@@ -62,6 +73,8 @@ REPLICATED = Partition()
 def local_shape(shape: Sequence[int], partition: Partition, tp_size: int) -> tuple[int, ...]:
     """The shape of one rank's shard of a tensor of `shape`."""
     local = list(shape)
+    if partition.expert_size > 1:
+        local[0] //= partition.expert_size
     if partition.dim is not None:
         _, local[partition.dim] = partition.bounds(local[partition.dim], 0, tp_size)
     return tuple(local)
@@ -69,6 +82,8 @@ def local_shape(shape: Sequence[int], partition: Partition, tp_size: int) -> tup
 
 def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
     """The shard of `full` that `tp_rank` holds."""
+    if partition.expert_size > 1:
+        full = full[slice(*partition.experts(len(full)))]
     if partition.dim is None or tp_size == 1:
         return full
     size = full.shape[partition.dim]
@@ -158,7 +173,10 @@ def partition_of(parameter: Tensor) -> Partition:
 
 
 def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "full_shape", parameter.shape))
+    """The shape of the whole parameter, of which this rank may hold a part or nothing."""
+    # ZeRO-3 sets `ds_shape`, also of modules that are not ours and do not set `full_shape`.
+    held = getattr(parameter, "ds_shape", parameter.shape)
+    return tuple(getattr(parameter, "full_shape", held))
 
 
 def sum_gradient_over_replicas(parameter: Tensor, tp: TensorParallel) -> Tensor:

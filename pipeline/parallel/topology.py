@@ -15,16 +15,26 @@ from pipeline.errors import LayoutError
 
 @dataclass(frozen=True)
 class Layout:
-    """A world of `world_size` ranks in groups of `tp_size` tensor-parallel neighbours."""
+    """A world of `world_size` ranks in groups of `tp_size` tensor-parallel neighbours.
+
+    Of the data-parallel ranks, `expert_size` neighbours share the experts of a mixture, as in
+    Megatron-LM: they see different data, and each holds some of the experts whole.
+    """
 
     world_size: int
     tp_size: int = 1
+    expert_size: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp_size:
             raise LayoutError(
                 f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, "
                 f"found {self.tp_size}"
+            )
+        if self.dp_size % self.expert_size:
+            raise LayoutError(
+                "parallel.expert_size: expected a divisor of the number of data-parallel ranks, "
+                f"{self.dp_size}, found {self.expert_size}"
             )
 
     @property
@@ -39,6 +49,10 @@ class Layout:
         """Which replica of the model `rank` belongs to."""
         return rank // self.tp_size
 
+    def expert_rank(self, rank: int) -> int:
+        """Which part of the experts `rank` holds."""
+        return self.dp_rank(rank) % self.expert_size
+
     def tp_groups(self) -> list[list[int]]:
         """The ranks that hold the shards of one replica."""
         return self.replica_groups(self.tp_size)
@@ -49,6 +63,14 @@ class Layout:
         # so the latter are the ones that are far apart.
         return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
 
+    def expert_groups(self) -> list[list[int]]:
+        """The ranks that hold all experts together: of each, the same tensor-parallel shard."""
+        groups: list[list[int]] = []
+        for ranks in self.dp_groups():
+            for first in range(0, self.dp_size, self.expert_size):
+                groups.append(ranks[first : first + self.expert_size])
+        return groups
+
     def replica_groups(self, replicas: int) -> list[list[int]]:
         """Groups of consecutive ranks that hold the same unit (see `sharding.Partition`)."""
         firsts = range(0, self.world_size, replicas)
@@ -56,10 +78,32 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """One rank's view of the ranks that share the experts of a mixture.
+
+    A group of one needs no process group.
+
+    Attributes:
+        padded: whether a rank makes room for all rows that its experts could get, so that the host
+            need not wait for their number (see `parallel.expert_rows`).
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    padded: bool = False
+
+
+ALL_EXPERTS = ExpertParallel()
+
+
+@dataclass(frozen=True)
 class TensorParallel:
     """One rank's view of its tensor-parallel group. A group of one needs no process group.
 
     Attributes:
+        expert_parallel: its view of the ranks that share experts, which are data-parallel ranks
+            with the same tensor-parallel shard. It is here because the same layers need both.
         replica_groups: by how many ranks hold the same unit, the group of those that do.
         sequence_parallel: whether activations are split by position between regions (see
             `parallel.collectives`).
@@ -70,6 +114,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     replica_groups: tuple[tuple[int, dist.ProcessGroup], ...] = ()
     sequence_parallel: bool = False
+    expert_parallel: ExpertParallel = ALL_EXPERTS
 
     def replica_group(self, replicas: int) -> dist.ProcessGroup | None:
         """The group of the ranks that hold the same unit as this one."""
@@ -101,9 +146,17 @@ class ProcessGroups:
     """
 
     def __init__(
-        self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False
+        self,
+        layout: Layout,
+        timeout: timedelta | None = None,
+        *,
+        sequence_parallel: bool = False,
+        padded_experts: bool = False,
     ) -> None:
-        """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
+        """`timeout` is how long a collective waits for a rank; None takes the backend's default.
+
+        `sequence_parallel` and `padded_experts` are as in the run's section `parallel`.
+        """
         self.layout = layout
         self._timeout = timeout
         self.rank = dist.get_rank()
@@ -114,12 +167,21 @@ class ProcessGroups:
             if layout.tp_size % replicas == 0:
                 own_group = self._own_group(layout.replica_groups(replicas))
                 replica_groups.append((replicas, own_group))
+        expert_parallel = ALL_EXPERTS
+        if layout.expert_size > 1:
+            expert_parallel = ExpertParallel(
+                rank=layout.expert_rank(self.rank),
+                size=layout.expert_size,
+                group=self._own_group(layout.expert_groups()),
+                padded=padded_experts,
+            )
         self.tensor_parallel = TensorParallel(
             rank=layout.tp_rank(self.rank),
             size=layout.tp_size,
             group=self._tp_group,
             replica_groups=tuple(replica_groups),
             sequence_parallel=sequence_parallel and layout.tp_size > 1,
+            expert_parallel=expert_parallel,
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:

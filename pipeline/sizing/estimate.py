@@ -30,7 +30,6 @@ from pipeline.deepspeed_config import (
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
 from pipeline.hosted.decoder import HostedDecoder
-from pipeline.hosted.unsupported import check_native
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import FrozenBaseMethod
@@ -58,7 +57,15 @@ from pipeline.sizing.memory import (
     training_state_bytes,
 )
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
-from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
+from pipeline.sizing.traffic import (
+    EXPERT_PARALLEL,
+    GATHER,
+    MUON,
+    REDUCE,
+    TENSOR_PARALLEL,
+    Traffic,
+    estimate_traffic,
+)
 
 RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
     ("none", "nothing"),
@@ -79,16 +86,33 @@ precise."""
 
 
 class Choice(NamedTuple):
-    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, and what
-    these keep."""
+    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, what these
+    keep, and how many ranks share experts."""
 
     zero_stage: int
     tp_size: int
     activation_checkpointing: ActivationCheckpointing
     kept_results: KeptResults = "nothing"
+    expert_size: int = 1
+
+    def layout(self, gpus: int) -> Layout:
+        """The layout of the ranks on so many GPUs.
+
+        Raises:
+            LayoutError: they do not divide.
+        """
+        return Layout(gpus, self.tp_size, self.expert_size)
+
+    @property
+    def groups(self) -> str:
+        """The sizes of the groups that share a layer: the tensor-parallel size, `x ep` and how many
+        ranks share experts, where several do."""
+        if self.expert_size == 1:
+            return str(self.tp_size)
+        return f"{self.tp_size} x ep {self.expert_size}"
 
     def __str__(self) -> str:
-        text = f"ZeRO-{self.zero_stage} x tp {self.tp_size}"
+        text = f"ZeRO-{self.zero_stage} x tp {self.groups}"
         if self.activation_checkpointing != "none":
             text += f", checkpointing {self.activation_checkpointing}"
         if self.kept_results != "nothing":
@@ -169,6 +193,7 @@ class Estimator:
             config.parallel.tp_size,
             config.activation_checkpointing,
             config.recomputation_keeps if is_recomputed else "nothing",
+            config.parallel.expert_size,
         )
         # Layouts share these: each is measured once.
         self.flops_per_token = cache(self._count_flops)
@@ -214,7 +239,7 @@ class Estimator:
             UserError: the model or the batch cannot be split this way.
         """
         cluster = self.cluster
-        layout = Layout(cluster.gpus, choice.tp_size)
+        layout = choice.layout(cluster.gpus)
         for estimator in self.stages:
             # A layout must divide the batches of all stages.
             accumulation_steps(estimator.stage.config.schedule, layout.dp_size)
@@ -246,7 +271,7 @@ class Estimator:
             UserError: the model cannot be split this way.
         """
         zero, costs = self._micro_batch(choice)
-        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
+        dp_size = choice.layout(self.cluster.gpus).dp_size
         return estimate_memory(
             costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous
         )
@@ -255,36 +280,61 @@ class Estimator:
         """Every layout worth comparing, and the run's own.
 
         Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing
-        to partition.
+        to partition. Experts over ranks are an alternative to it.
         """
         own = self.own_choice
+        recomputations = RECOMPUTATIONS
+        if not self.spec.is_native:
+            # Hosted layers keep nothing where they are recomputed.
+            recomputations = tuple(one for one in RECOMPUTATIONS if one[1] == "nothing")
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
         stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
-        for stage, tp_size, recomputation in product(stages, sorted(sizes), RECOMPUTATIONS):
+        for stage, tp_size, recomputation in product(stages, sorted(sizes), recomputations):
             choice = Choice(stage, tp_size, *recomputation)
             has_replicas = tp_size < self.cluster.gpus
             if stage == 1 or has_replicas or choice == own:
                 yield choice
+        groups = [(1, expert_size) for expert_size in self._expert_sizes()]
+        own_groups = own.tp_size, own.expert_size
+        if own.expert_size > 1 and own_groups not in groups:
+            groups.append(own_groups)
+        for stage, (tp_size, expert_size) in product(stages, groups):
+            for recomputation in RECOMPUTATIONS:
+                yield Choice(stage, tp_size, *recomputation, expert_size)
 
-    def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[int, str]]:
-        """The estimates of all layouts, and by tensor-parallel size why others are impossible.
+    def _expert_sizes(self) -> list[int]:
+        """How many ranks of a node may share the experts of the run's base."""
+        sizes: list[int] = []
+        if self.spec.mixture is None or not isinstance(
+            training_method(self.config), FrozenBaseMethod
+        ):
+            return sizes
+        largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
+        for size in TP_SIZES:
+            divides = self.spec.mixture.experts % size == 0 and self.cluster.gpus % size == 0
+            if 1 < size <= largest and divides:
+                sizes.append(size)
+        return sizes
+
+    def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[str, str]]:
+        """The estimates of all layouts, and by the sizes of groups why others are impossible.
 
         Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left
         out if it fits with less recomputation, which also saves running its micro-batch.
         """
         estimates: list[Estimate] = []
-        refused: dict[int, str] = {}
-        fitting: set[tuple[int, int]] = set()
+        refused: dict[str, str] = {}
+        fitting: set[tuple[int, int, int]] = set()
         choices = sorted(self.all_choices(), key=_recomputation)  # the least recomputation first
         for choice in counted(choices, "estimating", len(choices), " layouts"):
-            place = choice.zero_stage, choice.tp_size
+            place = choice.zero_stage, choice.tp_size, choice.expert_size
             if place in fitting and choice != self.own_choice and not every:
                 continue
             try:
                 estimate = self.estimate(choice)
             except UserError as error:
-                refused[choice.tp_size] = str(error)
+                refused[choice.groups] = str(error)
                 continue
             estimates.append(estimate)
             if estimate.is_safe(self.cluster):
@@ -292,29 +342,43 @@ class Estimator:
         return sorted(estimates, key=_place), refused
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
-        """One estimate for each ZeRO stage and tensor-parallel size, and the run's own.
+        """One estimate for each ZeRO stage and size of groups, and the run's own.
 
         It is the one with the most recomputation: those with less do not fit.
         """
         wanted = {self.own_choice}
-        last: dict[tuple[int, int], Choice] = {}
+        last: dict[tuple[int, int, int], Choice] = {}
         for estimate in estimates:
             choice = estimate.choice
-            last[choice.zero_stage, choice.tp_size] = choice
+            last[choice.zero_stage, choice.tp_size, choice.expert_size] = choice
         wanted.update(last.values())
         return [estimate for estimate in estimates if estimate.choice in wanted]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         zero = self.deepspeed.at_stage(choice.zero_stage)
-        costs = self._costs(choice.tp_size, choice.activation_checkpointing, choice.kept_results)
+        costs = self._costs(
+            choice.tp_size,
+            choice.activation_checkpointing,
+            choice.kept_results,
+            choice.expert_size,
+        )
         return zero, costs
 
     def _measure(
-        self, tp_size: int, checkpointing: ActivationCheckpointing, kept_results: KeptResults
+        self,
+        tp_size: int,
+        checkpointing: ActivationCheckpointing,
+        kept_results: KeptResults,
+        expert_size: int,
     ) -> MicroBatchCosts:
-        config = self.stage.config
         return measure_micro_batch(
-            config, self.spec, tp_size, checkpointing, self.deepspeed.dtype, kept_results
+            self.stage.config,
+            self.spec,
+            tp_size,
+            checkpointing,
+            self.deepspeed.dtype,
+            kept_results,
+            expert_size,
         )
 
     def run_seconds(self, choice: Choice) -> float:
@@ -346,15 +410,14 @@ def estimator_of(
 ) -> Estimator:
     """The estimator of a run; in a run of several stages, of that which takes the most memory.
 
-    Memory is not estimated for a hosted base: there it is of the first stage. Its `stages` are the
-    estimators of all stages.
+    Its `stages` are the estimators of all stages.
     """
     stages: list[Estimator] = []
     for stage in training_stages(config):
         stages.append(Estimator(config, spec, deepspeed, cluster, stage))
     largest = stages[0]
-    if len(stages) > 1 and spec.is_native:
-        # A layout that is impossible is so in every stage, and is reported where it is estimated.
+    if len(stages) > 1:
+        # What is impossible is so in every stage, and is reported where it is estimated.
         with suppress(UserError):
             largest = max(stages, key=_bytes_of_own_choice)
     largest.stages = stages
@@ -371,14 +434,14 @@ def _step_seconds(
 ) -> float:
     """The time of a step, in seconds.
 
-    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with
-    it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after
-    the update.
+    Messages of tensor parallelism and of experts over ranks block the computation, as Muon's do.
+    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the
+    backward pass, as ZeRO-2 gathers after the update.
     """
     seconds: dict[str, float] = defaultdict(float)
     for message in traffic:
         seconds[message.purpose] += message.seconds(cluster)
-    blocking = compute_s + seconds[TENSOR_PARALLEL] + seconds[MUON]
+    blocking = compute_s + seconds[TENSOR_PARALLEL] + seconds[EXPERT_PARALLEL] + seconds[MUON]
     gather_and_reduce = seconds[GATHER] + seconds[REDUCE]
     if not zero.overlaps or zero.zero_stage == 1:
         return blocking + gather_and_reduce
@@ -398,7 +461,8 @@ def open_estimator(
     Raises:
         ConfigError: the DeepSpeed file is invalid for the layout or the run.
         BaseModelError: neither the base's folder nor `base_config` exists.
-        LayoutError: the number of GPUs does not divide by the tensor-parallel size.
+        LayoutError: the number of GPUs does not divide by the tensor-parallel size, or what remains
+            by the number of ranks that share experts.
         DataError: the extended vocabulary is missing, or of another base.
     """
     source = base_config or config.base
@@ -407,14 +471,10 @@ def open_estimator(
             f"{source}: no such file or folder; the base's config.json is enough: "
             "name it with --base-config"
         )
-    deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
+    parallel = config.parallel
+    layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
+    deepspeed = deepspeed_config_of(config, layout)
     spec = read_spec(source, config.base_code)
-    check_native(
-        spec,
-        "the estimate of memory and time",
-        "train a few steps, and read memory_peak_* and tokens_per_second_per_gpu in the run's "
-        "metrics.jsonl",
-    )
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 
@@ -483,13 +543,13 @@ def _recomputation(choice: Choice) -> int:
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
     """How far a layout is from the simplest one."""
     choice = estimate.choice
-    return choice.tp_size, _recomputation(choice), choice.zero_stage
+    return choice.tp_size * choice.expert_size, _recomputation(choice), choice.zero_stage
 
 
-def _place(estimate: Estimate) -> tuple[int, int, int]:
+def _place(estimate: Estimate) -> tuple[int, int, int, int]:
     """The order of a table."""
     choice = estimate.choice
-    return choice.zero_stage, choice.tp_size, _recomputation(choice)
+    return choice.zero_stage, choice.tp_size, choice.expert_size, _recomputation(choice)
 
 
 def _gib(estimate: Estimate) -> str:
@@ -532,18 +592,19 @@ def report_values(
     cluster = estimator.cluster
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, cluster)
+    served = estimator.served_flops()
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
         "flops_per_token": estimator.flops_per_token("none", "nothing").total,
+        "served_flops_per_token": None if served is None else asdict(served),
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
         "stage": estimator.stage.name or None,
         "cluster": asdict(cluster),
         "usable_bytes": round(cluster.usable_bytes),
         "layouts": [layout_values(estimate, estimator) for estimate in estimates],
-        # Keys of JSON are text.
-        "refused": {str(tp_size): why for tp_size, why in refused.items()},
+        "refused": refused,
         "own": estimator.own_choice._asdict(),
         "recommended": None if recommended is None else recommended._asdict(),
         "reason": reason,
@@ -645,6 +706,7 @@ def _training_state(estimator: Estimator) -> str:
 _LAYOUT_COLUMNS = (
     ("ZeRO", ">4"),
     ("tp", ">3"),
+    ("ep", ">3"),
     ("checkpointing", "<13"),
     ("keeps", "<9"),
     ("weights", ">7"),
@@ -657,25 +719,29 @@ _LAYOUT_COLUMNS = (
     ("net GB", ">7"),
     ("s/step", ">7"),
 )
-"""Heads of the table of layouts, with alignment and width."""
+"""Heads of the table of layouts, with alignment and width. `ep`, how many ranks share experts, is
+left out of tables where none do."""
 
 
 def _layouts_section(
-    estimates: Sequence[Estimate], refused: dict[int, str], cluster: Cluster
+    estimates: Sequence[Estimate], refused: dict[str, str], cluster: Cluster
 ) -> str:
     """A table of layouts, memory in GiB and traffic in GB; and why others are impossible."""
-    lines = [_layout_line([head for head, _ in _LAYOUT_COLUMNS])]
+    rows = [[head for head, _ in _LAYOUT_COLUMNS]]
     for estimate in estimates:
-        lines.append(_layout_line(_layout_cells(estimate, cluster)))
-    for tp_size, reason in refused.items():
-        lines.append(_wrapped(f"  not tp {tp_size}: {reason}"))
+        rows.append(_layout_cells(estimate, cluster))
+    with_experts = any(estimate.choice.expert_size > 1 for estimate in estimates)
+    lines = [_layout_line(row, with_experts=with_experts) for row in rows]
+    for groups, reason in refused.items():
+        lines.append(_wrapped(f"  not tp {groups}: {reason}"))
     return "\n".join(lines)
 
 
-def _layout_line(cells: Sequence[str]) -> str:
+def _layout_line(cells: Sequence[str], *, with_experts: bool) -> str:
     aligned = []
-    for text, (_, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
-        aligned.append(format(text, form))
+    for text, (head, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
+        if head != "ep" or with_experts:
+            aligned.append(format(text, form))
     return " ".join(aligned)
 
 
@@ -688,6 +754,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
     return [
         str(choice.zero_stage),
         str(choice.tp_size),
+        str(choice.expert_size),
         choice.activation_checkpointing,
         "-" if choice.activation_checkpointing == "none" else choice.kept_results,
         f"{memory.weights / GIB:.2f}",
@@ -704,7 +771,7 @@ def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
 
 def _times_section(
     estimates: Sequence[Estimate],
-    refused: dict[int, str],
+    refused: dict[str, str],
     recommended: Choice | None,
     estimator: Estimator,
 ) -> str:
@@ -718,7 +785,7 @@ def _times_section(
             lines.append(_times_of(estimate, "this run's", estimator))
         elif estimate.choice == recommended:
             lines.append(_times_of(estimate, "recommended", estimator))
-    if own.tp_size in refused:
+    if own.groups in refused:
         lines.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
     return "\n".join(_wrapped(line) for line in lines)
 

@@ -152,15 +152,23 @@ def estimate_memory(
         on_host += optimizer + gradients
         gradients = optimizer = update = 0
     if zero.offloads("param"):
-        on_host += weights
-        weights = 0
+        kept_whole = total_elements(one for one in costs.parameters if one.kept_whole)
+        on_device = kept_whole * zero.dtype.itemsize
+        on_host += weights - on_device
+        weights = on_device
     at_start = 0
     if zero.zero_stage < 3:
         # DeepSpeed's ZeRO-1 and 2 flatten a group's parameters on the host before they move the
         # flat tensor to the GPU.
         at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
-    backward = costs.temporary_bytes + bucket_bytes(zero)
+    # The loss is computed before the backward pass begins, with which ZeRO-2 makes its buckets.
+    # ZeRO-3 keeps its own over the whole step.
+    buckets = bucket_bytes(zero)
+    backward = costs.temporary_bytes + buckets
+    if zero.zero_stage == 2:
+        beyond_loss = costs.backward_bytes + buckets - costs.loss_bytes
+        backward = max(costs.temporary_bytes, beyond_loss)
     # The update may use the memory of activations and logits, which are freed by then.
     # PyTorch's allocator keeps freed memory for the process, so that only what goes beyond it
     # counts.
@@ -181,9 +189,11 @@ def weight_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     """The parameters of the model, as one rank stores them."""
     if zero.zero_stage < 3:
         return costs.parameter_bytes
-    elements = partitioned_elements(costs.parameters, zero, dp_size)
+    kept_whole = [parameter for parameter in costs.parameters if parameter.kept_whole]
+    partitioned = [parameter for parameter in costs.parameters if not parameter.kept_whole]
+    elements = total_elements(kept_whole) + partitioned_elements(partitioned, zero, dp_size)
     threshold = zero.elements("stage3_param_persistence_threshold")
-    for parameter in costs.parameters:
+    for parameter in partitioned:
         if parameter.size <= threshold:
             # ZeRO-3 never releases small parameters: a rank has them whole, beside its partition.
             elements += parameter.size

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
+from pipeline.hosted.decoder import HostedDecoder
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
@@ -36,7 +37,8 @@ from pipeline.parallel.sharding import (
     named_trained_parameters,
     partition_of,
 )
-from pipeline.parallel.topology import TensorParallel
+from pipeline.parallel.topology import ALL_EXPERTS, ExpertParallel, TensorParallel
+from pipeline.sizing.meta_device import foreign_code_traced, value_without_data
 
 
 class ParameterUse(NamedTuple):
@@ -49,6 +51,7 @@ class ParameterUse(NamedTuple):
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
         muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
         split: whether tensor-parallel ranks share it, some of which may hold the same shard.
+        kept_whole: whether ZeRO-3 leaves it on the rank, as the experts that ranks share.
     """
 
     size: int
@@ -57,6 +60,7 @@ class ParameterUse(NamedTuple):
     recomputed: bool
     muon_size: int
     split: bool
+    kept_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ class MicroBatchCosts:
         loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
             that the loss computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
+        backward_bytes: the most that the backward pass holds in addition to `activation_bytes`.
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
             and output.
+        expert_payload_bytes: likewise of messages between the ranks that share experts.
         parameters: those of the rank.
         parameter_bytes: of all shards together.
     """
@@ -77,7 +83,9 @@ class MicroBatchCosts:
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     payload_bytes: Counter[tuple[int, str]]
+    expert_payload_bytes: Counter[tuple[int, str]]
     parameters: tuple[ParameterUse, ...]
     parameter_bytes: int
 
@@ -102,6 +110,7 @@ def measure_micro_batch(
     activation_checkpointing: ActivationCheckpointing,
     dtype: torch.dtype,
     kept_results: KeptResults = "nothing",
+    expert_size: int = 1,
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of a run.
 
@@ -115,15 +124,26 @@ def measure_micro_batch(
         activation_checkpointing: the layers that are recomputed.
         dtype: of the parameters.
         kept_results: what recomputed layers keep.
+        expert_size: ranks that share experts, of which this is rank 0. Each gets as many rows for
+            its experts as the others, unless the run pads them.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+        NotTracedError: transformers' code of a hosted base does not run without data.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
-    tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
+    expert_payload_bytes: Counter[tuple[int, str]] = Counter()
+    parallel = config.parallel
+    tp = imagined_ranks(
+        tp_size,
+        payload_bytes,
+        sequence_parallel=parallel.sequence_parallel,
+        expert_parallel=imagined_expert_ranks(
+            expert_size, expert_payload_bytes, padded=parallel.padded_experts
+        ),
+    )
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing, kept_results)
-    assert isinstance(model, Decoder), "memory is not estimated for a hosted base"
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -140,13 +160,16 @@ def measure_micro_batch(
     most_kl_sequences = math.ceil(kl_sequences)
     passed = _run(model, config, most_kl_sequences)
     sent = Counter(payload_bytes)
-    if kl_sequences < most_kl_sequences and tp_size > 1:
+    sent_by_experts = Counter(expert_payload_bytes)
+    if kl_sequences < most_kl_sequences and tp_size * expert_size > 1:
         # Some micro-batches have fewer KL sequences: the mean lies between most and none.
         payload_bytes.clear()
+        expert_payload_bytes.clear()
         _run(model, config, 0)
         share = (most_kl_sequences - kl_sequences) / most_kl_sequences
-        for kind, most in sent.items():
-            sent[kind] = round(share * payload_bytes[kind] + (1 - share) * most)
+        for mean, least in ((sent, payload_bytes), (sent_by_experts, expert_payload_bytes)):
+            for kind, most in mean.items():
+                mean[kind] = round(share * least[kind] + (1 - share) * most)
 
     uses = []
     for name, weight in model.named_parameters():
@@ -155,7 +178,9 @@ def measure_micro_batch(
         activation_bytes=passed.activation_bytes,
         loss_bytes=passed.loss_bytes,
         temporary_bytes=passed.temporary_bytes,
+        backward_bytes=passed.backward_bytes,
         payload_bytes=sent,
+        expert_payload_bytes=sent_by_experts,
         parameters=tuple(uses),
         parameter_bytes=sum(weight.nbytes for weight in model.parameters()),
     )
@@ -168,6 +193,7 @@ class _Pass(NamedTuple):
         activation_bytes: see `MicroBatchCosts`.
         loss_bytes: see `MicroBatchCosts`.
         temporary_bytes: see `MicroBatchCosts`.
+        backward_bytes: see `MicroBatchCosts`.
         read_again: the parameters of modules whose outputs have a gradient.
         recomputed: the frozen parameters of layers that ran again for the backward pass.
     """
@@ -175,6 +201,7 @@ class _Pass(NamedTuple):
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     read_again: set[nn.Parameter]
     recomputed: set[nn.Parameter]
 
@@ -197,10 +224,11 @@ def _use_of(
         recomputed=weight in passed.recomputed,
         muon_size=muon_size,
         split=tp_size > 1 and partition_of(weight).dim is not None,
+        kept_whole=partition_of(weight).expert_size > 1,
     )
 
 
-def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
+def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     """Runs a micro-batch of which `kl_sequences` sequences train by KL(base || model)."""
     rows = config.schedule.micro_batch_size
     tokens = torch.zeros(rows, config.data.sequence_length, dtype=torch.long, device="meta")
@@ -214,7 +242,10 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
     activations = 0
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
-    checkpointed = {layer for layer in model.layers if model.is_checkpointed(layer)}
+    checkpointed = set(model.recomputed_layers())
+    # x_up passes through every layer of a hosted base, and trains: all of them run again. Outputs
+    # of the base's own modules do not show it.
+    always_runs_again = isinstance(model, HostedDecoder)
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
@@ -223,10 +254,10 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
         live.peak = live.now
 
     def after(module: nn.Module, _: object, outputs: object) -> None:
-        if not _has_gradient(outputs):
-            return
-        read_again.update(module.parameters(recurse=False))
-        if module in checkpointed:
+        has_gradient = _has_gradient(outputs)
+        if has_gradient:
+            read_again.update(module.parameters(recurse=False))
+        if module in checkpointed and (has_gradient or always_runs_again):
             for weight in module.parameters():
                 if not weight.requires_grad:
                     recomputed.add(weight)
@@ -241,14 +272,17 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
-        with live:
+        with foreign_code_traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
+            live.peak = live.now
             losses.total.backward()
+            backward = live.peak - activations
     return _Pass(
         activation_bytes=activations,
         loss_bytes=loss,
-        temporary_bytes=max(forward_peak, live.peak) - activations - loss,
+        temporary_bytes=max(forward_peak - activations, loss, backward) - loss,
+        backward_bytes=backward,
         read_again=read_again,
         recomputed=recomputed,
     )
@@ -287,6 +321,8 @@ class KnownSizes(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if operation is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return value_without_data(args[0])
         # The default type belongs to it, because factories such as `zeros` take it.
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
@@ -394,23 +430,46 @@ class RecordingGroup(dist.ProcessGroup):
     ) -> None:
         self._record("reduce-scatter", given)
 
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        received: Tensor,
+        given: Tensor,
+        received_sizes: list[int],
+        given_sizes: list[int],
+        options: Any = None,
+    ) -> None:
+        self._record("all-to-all", given)
+
     def _record(self, collective: str, *tensors: Tensor) -> None:
         self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)
 
 
 def imagined_ranks(
-    tp_size: int, payload_bytes: Counter[tuple[int, str]], *, sequence_parallel: bool = False
+    tp_size: int,
+    payload_bytes: Counter[tuple[int, str]],
+    *,
+    sequence_parallel: bool = False,
+    expert_parallel: ExpertParallel = ALL_EXPERTS,
 ) -> TensorParallel:
     """Rank 0 of `tp_size` tensor-parallel ranks without the others.
 
     Its messages are counted in `payload_bytes`, and not sent.
     """
     if tp_size == 1:
-        return TensorParallel()
+        return TensorParallel(expert_parallel=expert_parallel)
     # Ranks with the same key/value head form a replica group, of a size that divides tp_size.
     groups = []
     for size in range(2, tp_size):
         if tp_size % size == 0:
             groups.append((size, RecordingGroup(size, payload_bytes)))
     whole = RecordingGroup(tp_size, payload_bytes)
-    return TensorParallel(0, tp_size, whole, tuple(groups), sequence_parallel)
+    return TensorParallel(0, tp_size, whole, tuple(groups), sequence_parallel, expert_parallel)
+
+
+def imagined_expert_ranks(
+    expert_size: int, payload_bytes: Counter[tuple[int, str]], *, padded: bool = False
+) -> ExpertParallel:
+    """Rank 0 of `expert_size` ranks that share experts, without the others; as `imagined_ranks`."""
+    if expert_size == 1:
+        return ALL_EXPERTS
+    return ExpertParallel(0, expert_size, RecordingGroup(expert_size, payload_bytes), padded)

@@ -2,7 +2,8 @@
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a
 reduce-scatter, and twice that in an all-reduce. All n edges of a ring carry the same; with m
-members on each node, one edge in m leaves it.
+members on each node, one edge in m leaves it. An all-to-all sends P/n to each of the other ranks,
+of which n−m are on other nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipeline.sizing.micro_batch import MicroBatchCosts, total_elements
 GATHER = "parameter gathers"
 REDUCE = "gradient reduction"
 TENSOR_PARALLEL = "tensor parallelism"
+EXPERT_PARALLEL = "experts over ranks"
 MUON = "whole matrices for Muon"
 _MUON_BYTES = 4
 """Bytes of an element that is sent for Muon: fp32."""
@@ -48,7 +50,10 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
     if zero.zero_stage < 3:
         return Gathering(0, 0)
     threshold = zero.elements("stage3_param_persistence_threshold")
-    partitioned = [parameter for parameter in costs.parameters if parameter.size > threshold]
+    partitioned = []
+    for parameter in costs.parameters:
+        if parameter.size > threshold and not parameter.kept_whole:
+            partitioned.append(parameter)
     if not partitioned:
         return Gathering(0, 0)
     whole = total_elements(partitioned)
@@ -78,8 +83,8 @@ class Traffic:
     """One purpose's messages in a step.
 
     Attributes:
-        purpose: `GATHER`, `REDUCE`, `TENSOR_PARALLEL` or `MUON`.
-        collective: `all-gather`, `reduce-scatter` or `all-reduce`.
+        purpose: `GATHER`, `REDUCE`, `TENSOR_PARALLEL`, `EXPERT_PARALLEL` or `MUON`.
+        collective: `all-gather`, `reduce-scatter`, `all-reduce` or `all-to-all`.
         payload_bytes: the total length of the messages, as passed to the collectives.
         group_size: the number of ranks in a group.
         on_node: how many ranks of a group share a node.
@@ -104,6 +109,8 @@ class Traffic:
         """What of it goes to other nodes, on average."""
         if self.group_size <= self.on_node:
             return 0.0
+        if self.collective == "all-to-all":
+            return self.payload_bytes * (self.group_size - self.on_node) / self.group_size
         # Ranks of a node are neighbours in NCCL's rings: of every `on_node` edges one crosses to
         # the next node.
         return self.sent_bytes / self.on_node
@@ -139,6 +146,12 @@ def estimate_traffic(
         on_node = min(size, cluster.gpus_per_node)
         payload *= micro_batches
         traffic.append(Traffic(TENSOR_PARALLEL, collective, payload, size, on_node))
+
+    for (size, collective), payload in sorted(costs.expert_payload_bytes.items()):
+        # Its ranks are data-parallel ones: tensor-parallel neighbours stand between them.
+        on_node = max(1, min(size, cluster.gpus_per_node // layout.tp_size))
+        payload *= micro_batches
+        traffic.append(Traffic(EXPERT_PARALLEL, collective, payload, size, on_node))
     return traffic
 
 
@@ -180,7 +193,7 @@ def _gathered_elements(
     elements = estimate_gathering(costs, zero).total * micro_batches
     threshold = zero.elements("stage3_param_persistence_threshold")
     for parameter in costs.parameters:
-        if parameter.size <= threshold:
+        if parameter.size <= threshold and not parameter.kept_whole:
             # A parameter that is never partitioned is gathered once, after the update.
             elements += partition_size(parameter.size, dp_size) * dp_size
     return elements

@@ -28,6 +28,7 @@ from pipeline.parallel.sharding import (
     OptimizerShard,
     ZeroPartition,
     named_trained_parameters,
+    partition_of,
     zero_partition_of,
 )
 from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
@@ -126,6 +127,8 @@ class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
     def _zero_init_param(self, param: nn.Parameter) -> None:
         # DeepSpeed's own version broadcasts each parameter from rank 0 first. Here every rank then
         # reads its partition from the files itself.
+        if partition_of(param).expert_size > 1:
+            return  # see `keep_shared_experts_whole`
         self._convert_to_deepspeed_param(param)
         param.partition()  # type: ignore[attr-defined]
 
@@ -148,6 +151,19 @@ def attach_zero_partitions(model: nn.Module) -> None:
         parameter.zero_partition = ZeroPartition(values, first, length)
 
 
+def keep_shared_experts_whole(model: nn.Module) -> None:
+    """Hides from ZeRO-3 the experts that data-parallel ranks share, before the engine is made.
+
+    Each of these ranks holds other experts, so that there is nothing to gather. ZeRO-3 partitions
+    every parameter of a model, but no buffer.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if partition_of(parameter).expert_size > 1:
+                delattr(module, name)
+                module.register_buffer(name, parameter, persistent=False)
+
+
 def gather_whole(modules: Iterable[nn.Module]) -> None:
     """Makes ZeRO-3 gather each of `modules` with all its parts, before the engine is made.
 
@@ -165,8 +181,9 @@ def destroy(engine: Any, model: nn.Module) -> None:
     """
     optimizer = engine.optimizer
     engine.destroy()
+    shared_experts = [one for one in model.buffers() if partition_of(one).expert_size > 1]
     parameter: Any  # with DeepSpeed's attributes
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *shared_experts):
         parameter.grad = None
         for values in (parameter.data, getattr(parameter, "ds_tensor", None)):
             if values is not None and values.untyped_storage().resizable():

@@ -118,6 +118,8 @@ class Engine:
             model, config.schedule, resting=model.resting, trained_before=trained_before
         )
         deepspeed_internals.gather_whole(model.modules_gathered_whole())
+        if deepspeed_config.zero_stage == 3:
+            deepspeed_internals.keep_shared_experts_whole(model)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
             with deepspeed_internals.frozen_kept_as_read(model):

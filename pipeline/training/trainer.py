@@ -78,7 +78,10 @@ class Trainer:
         # Before any group is made: a group keeps the timeout that it was made with.
         timeout = extend_collectives(config.watchdog)
         self.groups = ProcessGroups(
-            inputs.layout, timeout, sequence_parallel=config.parallel.sequence_parallel
+            inputs.layout,
+            timeout,
+            sequence_parallel=config.parallel.sequence_parallel,
+            padded_experts=config.parallel.padded_experts,
         )
         check_allocation(inputs, self.groups, device)
 
@@ -444,7 +447,7 @@ def load_model(
     started = time.perf_counter()
     model = build_model(config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
-    check_frozen_replicas(model, groups.get_data_parallel_group())
+    check_frozen_replicas(model, groups.get_data_parallel_group(), groups.layout.expert_size)
     _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)
     return model
 

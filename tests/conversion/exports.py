@@ -52,10 +52,12 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "adapt stories": scale("adapt", **_BOTH, l_fp=2),
     "own preserve": scale("preserve", own_first_layer=1, norm="base", **OWN),
     "own adapt": scale("adapt", **_BOTH, **OWN),
-    "own gains": scale("preserve", own_first_layer=1, own_gains=True),
     "own adapt from 0": scale("adapt", **_BOTH, l_fp=0, **OWN),
     "adapt from 0": scale("adapt", **_BOTH, l_fp=0),
     "own lora": lora(own_rows={"min_count": 1}, own_gains=True),
+    "own merged": scale("adapt", **_BOTH, l_fp=0, norm="base", **OWN),
+    "own preserve merged": scale("preserve", own_first_layer=0, norm="base", **OWN),
+    "own matrices merged": scale("adapt", **_BOTH, norm="base", low_rank=2),
     "own lora from 1": lora(own_first_layer=1, own_gains=True, target_modules=["query", "down"]),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},

@@ -16,12 +16,13 @@ from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 from pipeline.combination.combine import combine
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.verify import probe_maker
+from pipeline.conversion.verify import probe_maker, verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods.scale import Scale
+from pipeline.model.from_hf import RESIDUAL_KEY, open_base
 from tests.bases import reference
 from tests.conversion.checkpoints import (
     generate_greedily,
@@ -33,7 +34,7 @@ from tests.conversion.exports import MORE_METHODS, assert_exported, exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
-from tests.widened import some_tokens
+from tests.widened import some_tokens, unwidened
 
 LENGTH, NEW_TOKENS = 20, 10
 # Llama; LayerNorm with biases and parallel residuals; norms of heads; tied and soft-capped, with gains as offsets.
@@ -43,7 +44,7 @@ MODELS = [
     ("neox", "own adapt"),
     ("qwen3", "own preserve"),
     ("gemma2", "own adapt"),
-    ("qwen3_moe dense layer", "own gains"),
+    ("qwen3_moe dense layer", "own adapt"),
     # From the embedding on, with two passes below the gate; LoRA, whose exports are no wider.
     ("llama", "own adapt from 0"),
     ("neox", "own lora"),
@@ -54,13 +55,30 @@ MODELS = [
     ("qwen2_moe", "own lora"),
 ]
 GENERATED = [*MODELS[:2], ("llama", "own adapt from 0"), ("neox", "own lora")]
+# Tied; fused maps; norms after attention and of heads; LayerNorm; a scaled embedding; experts.
+MERGED = [
+    ("llama tied", "own merged"),
+    ("neox", "own lora"),
+    ("gemma2", "own lora"),
+    ("qwen3", "own lora from 1"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.full)
+        for pair in [
+            ("phi3", "own merged"),
+            ("smollm3", "own preserve merged"),
+            ("exaone4", "own matrices merged"),
+            ("glm4_moe", "own lora"),
+            ("qwen2_moe", "own lora"),
+        ]
+    ),
+]
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 OWN_PARTS = (".own.", ".adapter.", "own_rows", "own_input.rows")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def trained_together(models):
-    models.train(MODELS)
+    models.train([*MODELS, ("llama tied", "own merged")])
 
 
 def without_own_weights(model):
@@ -91,7 +109,7 @@ def test_logits_are_those_of_the_trained_model(name, method, exports):
     before = opens.cumsum(1) == 0
     # In a mixture, closed tokens share their experts' products with open ones, which may round them
     # otherwise.
-    bound = PARITY if name.endswith("_moe") else 0.0
+    bound = PARITY if "_moe" in name else 0.0
     if before.any():
         assert_near(expected[before], of_base[before], bound)
     plain = without_own_weights(model)(tokens).logits
@@ -273,14 +291,14 @@ def test_embeddings_and_backbones_are_refused_by_name(exports):
 @pytest.mark.parametrize(
     ("format", "gated", "message"),
     [
-        ("merged", True, "an ordinary model has no weights for some tokens alone"),
-        ("merged", False, "an ordinary model has no weights for some tokens alone"),
+        ("merged", True, "enter before layer 1, where an ordinary model reads no embedding"),
+        ("merged", False, "enter before layer 1, where an ordinary model reads no embedding"),
         ("scale", False, "tokens read them where a gate opens, and this model has no gate"),
         ("auto", False, "tokens read them where a gate opens, and this model has no gate"),
     ],
 )
 def test_what_a_format_cannot_express_is_refused(format, gated, message, models):
-    model = models("llama", "own adapt")
+    model = models("qwen3", "own preserve")
     if gated:
         decoder = training_decoder(model)
         model = replace(model, gate=random_gate(decoder, some_tokens(model.spec, 2, 8)))
@@ -289,11 +307,43 @@ def test_what_a_format_cannot_express_is_refused(format, gated, message, models)
     assert "\n" not in str(refused.value)
 
 
-def test_adapters_and_gains_without_a_gate_are_merged(models, tmp_path):
+@pytest.mark.parametrize(("name", "method"), MERGED)
+def test_without_a_gate_they_are_merged(name, method, models, tmp_path):
     """Every token of an ordinary model reads them, as in training."""
-    model = models("qwen3", "own lora from 1")
-    assert_exported(model, exported(model, "auto", tmp_path / "hf"))
-    assert not (tmp_path / "hf" / "modeling_scale.py").exists()
+    model = models(name, method)
+    folder = exported(model, "auto", tmp_path / "hf")
+    assert_exported(model, folder)
+    assert not (folder / "modeling_scale.py").exists()
+    loaded = load_hf_model(folder)
+    original = load_hf_model(model.base.path)
+    assert type(loaded) is type(original)
+    has_rows = model.own_row_of is not None
+    is_tied = model.base.spec.tie_word_embeddings and not has_rows
+    if model.plan.expansion is None:
+        assert loaded.config.tie_word_embeddings == is_tied
+    tokens = some_tokens(model.spec, 2, 16)
+    assert_near(unwidened(open_base(folder)).logits(tokens), loaded(tokens).logits, PARITY)
+
+
+def test_a_merged_export_is_verified(models, tmp_path):
+    """Its added channels count in the mean square, of own gains too."""
+    model = models("llama tied", "own merged")
+    folder = exported(model, "merged", tmp_path / "hf")
+    probe = {"text": list(some_tokens(model.spec, 2, 16))}
+    stored = getattr(load_hf_model(folder).config, RESIDUAL_KEY)
+    report = verify(model, folder, probe, torch.float32, stored["scale"])
+    assert report.max_abs < PARITY
+    with pytest.raises(ConversionError, match=r"cannot leave as --format merged.*a gate decides"):
+        gated = replace(
+            model, gate=random_gate(training_decoder(model), some_tokens(model.spec, 2, 8))
+        )
+        choose_export(gated, "merged", torch.float32)
+
+
+@pytest.mark.full
+def test_gains_of_heads_are_not_merged_with_added_heads(models):
+    with pytest.raises(ConversionError, match=r"own_gains: bases of model_type qwen3 normalise"):
+        choose_export(models("qwen3", "own preserve merged"), "merged", torch.float32)
 
 
 def test_an_expansion_carries_them(models, tmp_path):

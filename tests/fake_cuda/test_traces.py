@@ -25,7 +25,7 @@ QUICK = [
         f"adapt/llama/{option}"
         for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_tokens", "gate")
     ),
-    *("fft/llama/kl", "route/llama/gate", "muon/llama"),
+    *("fft/llama/kl", "route/llama/gate", "muon/llama", "adapt/llama/fp8/row"),
     "preserve/llama/own rows/own gains/low rank/all/kl",
     "adapt/llama/own rows/gate",
     "adapt/llama/own gains/gate",
@@ -34,6 +34,8 @@ QUICK = [
     # Window, soft-capping, parallel residual, experts.
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
+    # vLLM's class, up to its attention.
+    *(f"vllm/{options}" for options in ("adapt", "adapt/gate", "route/gate")),
 ]
 # torch.compile traces each layer, with FlexAttention's masks and scores.
 COMPILED = ["adapt/gemma2/compiled"]
@@ -43,6 +45,11 @@ ALL = [
     *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
     *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
     *(
+        f"{method}/qwen3_moe/aligned/shared experts/{option}"
+        for method in ("preserve", "adapt", "route", "lora")
+        for option in ("all", "kl", "nf4")
+    ),
+    *(
         f"{method}/llama/{precision}"
         for method in ("preserve", "route", "lora")
         for precision in ("fp8", "nf4")
@@ -51,6 +58,10 @@ ALL = [
         f"{method}/llama/{option}"
         for method in METHODS
         for option in ("all", "kl", "new_tokens", "fp32")
+    ),
+    *(
+        f"adapt/llama/fp8/{options}"
+        for options in ("gradients in e5m2", "gradients in bf16", "row/gradients in e5m2", "fp32")
     ),
 ]
 ALL_COMPILED = [
@@ -62,6 +73,8 @@ ALL_COMPILED = [
         f"adapt/llama/{options}/compiled"
         for options in ("fp32", "fp8", "nf4", "all", "kl", "new_tokens")
     ),
+    "adapt/llama/fp8/row/compiled",
+    "adapt/llama/fp8/gradients in e5m2/all/keeps products/compiled",
     "adapt/llama/all/keeps attention/compiled",
     "adapt/mistral window/all/keeps products/compiled",
     "preserve/llama/own rows/own gains/low rank/all/kl/compiled",
@@ -148,8 +161,13 @@ def test_layers_of_every_family_and_method_are_one_graph_each(trace):
 
 
 def test_planted_faults_are_seen_with_their_line(trace):
-    found = trace("adapt/llama/planted_host_tensor", "adapt/llama/planted_wait", "adapt/qwen3_moe")
-    host, wait, experts = found.values()
+    found = trace(
+        "adapt/llama/planted_host_tensor",
+        "adapt/llama/planted_wait",
+        "adapt/qwen3_moe",
+        "adapt/qwen3_moe/aligned/shared experts/counted",
+    )
+    host, wait, experts, shared = found.values()
     assert any("pipeline/scale_math.py" in fault for fault in host), host
     assert any(
         "pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait
@@ -159,3 +177,7 @@ def test_planted_faults_are_seen_with_their_line(trace):
     assert any(
         "pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts
     ), experts
+    # The number of rows of a rank's experts is known to the device alone, unless they are padded.
+    assert any(
+        "pipeline/parallel/expert_rows.py" in fault and "int(ends[-1])" in fault for fault in shared
+    ), shared

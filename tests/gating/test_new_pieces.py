@@ -117,6 +117,31 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     assert convert(latest_conversion(second), probe_maker(*run_sources(second)))
 
 
+def test_own_rows_of_old_tokens_stand_beside_the_rows_of_new_ones(tmp_path):
+    own = {
+        "method__l_fp": 0,
+        "method__own_rows": {"min_count": 5},
+        "method__own_gains": True,
+        "method__low_rank": 2,
+    }
+    run = train_extended(tmp_path, STORIES, 60, slice(20), schedule__steps=3, **own)
+    config = load_config(run)
+    record, _ = fit_gate(config)
+    assert record.closed_max_abs_logit_difference == 0.0
+    assert convert(latest_conversion(config), probe_maker(*run_sources(config)))
+    model = load_hf_model(config.folder / "hf", trust_remote_code=True)
+    for module, rows in ((model.own_input, model.own_input.rows.weight), (model.output, None)):
+        rows = module.own_rows if rows is None else rows
+        table = module.row_of_token
+        assert len(table) == 512 + 60 and (table[512:] == len(rows) - 1).all()
+        assert (table[:512] < len(rows) - 1).all() and rows[:-1].abs().max() > 0
+        assert not rows[-1].any()
+    merged = replace(
+        latest_conversion(config), gate=None, format="merged", output=tmp_path / "merged"
+    )
+    assert convert(merged, probe_maker(*run_sources(config)))
+
+
 @torch.no_grad()
 def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_generation(run):
     config = load_config(run)

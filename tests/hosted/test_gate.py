@@ -14,6 +14,7 @@ from pipeline.errors import BaseModelError, ConfigError
 from pipeline.gating.fit_run import fit_gate
 from pipeline.gating.folder import open_gate
 from pipeline.hosted.read_spec import hosted_spec_of
+from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.methods import build_model
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
@@ -101,6 +102,11 @@ def test_a_base_with_several_residual_streams_has_no_gate(tokens, tmp_path):
     config = load_config(write_config(tmp_path, tokens, method=ADAPT, gate={"tokens": 100}))
     with pytest.raises(ConfigError, match=r"gate: .*model_type gemma3n_text\) with several"):
         build_model(config, spec, SINGLE)
+    own = load_config(
+        write_config(tmp_path, tokens, method={**ADAPT, "own_gains": True}, gate={"tokens": 100})
+    )
+    with pytest.raises(ConfigError, match=r"own_gains.*: expected a base with one residual"):
+        check_hosted_method(own.method, spec)
     model = build_model(config.model_copy(update={"gate": None}), spec, SINGLE)
     with pytest.raises(BaseModelError, match=r"\[4, 2, 12, 64\]: expected \[B, S, 64\]"):
         model.base_stream(some_tokens(spec, 2, 12), layer=1)

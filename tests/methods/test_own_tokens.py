@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from pipeline.methods import own_tokens
 from pipeline.methods.own_tokens import own_tokens_of
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.topology import SINGLE
+from pipeline.scale.widened_linear import WidenedLinear
 from tests.bases import STORIES
 from tests.training.runs import write_config
 from tests.widened import scale_settings
@@ -70,14 +73,32 @@ def test_a_corpus_of_another_tokenizer_or_none_is_refused(tokens, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_low_rank_differences_of_experts_are_refused(base, tmp_path):
-    settings = scale_settings("adapt", low_rank=2)
-    opened = base("mixtral")
-    with pytest.raises(ConfigError, match=r"method\.low_rank: a mixture of experts"):
-        upscale(settings, opened, tmp_path, 0)
-    method = Scale(settings, tmp_path, 0)
-    with pytest.raises(ConfigError, match=r"method\.low_rank: a mixture of experts"):
-        method.build(opened.spec, SINGLE, "none")
+def test_new_tokens_of_a_run_are_not_counted(tokens, tmp_path, monkeypatch):
+    """They have rows in any case; their ids come after the base's."""
+    config = run_with(tmp_path, tokens, {"min_count": 5})
+    all_ids = chosen(config)
+    fingerprint = load_tokenizer(config.tokenizer).fingerprint
+    base_rows = all_ids[-1]
+    with pytest.raises(DataError, match=f"the base has {base_rows} rows"):
+        own_tokens_of(config, base_rows, tokenizer_fingerprint=fingerprint)
+    record = SimpleNamespace(tokens=[None] * (VOCAB_SIZE - base_rows))
+    monkeypatch.setattr(own_tokens, "read_vocabulary", lambda folder: record)
+    extended = config.model_copy(update={"vocabulary": SimpleNamespace(folder=tmp_path)})
+    found = own_tokens_of(extended, base_rows, tokenizer_fingerprint=fingerprint)
+    assert found == all_ids[:-1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
+def test_experts_have_no_low_rank_differences_and_all_other_maps_have(base, name, tmp_path):
+    settings = scale_settings("adapt", l_fp=0, low_rank=2)
+    model = Scale(settings, tmp_path, 0).build(base(name).spec, SINGLE, "none")
+    without: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, WidenedLinear) and module.adapter is None:
+            without.add(path)
+    assert not without
+    names = [path for path, module in model.named_modules() if isinstance(module, LowRankAdapter)]
+    assert names and not any(".experts." in path for path in names)
 
 
 def test_a_first_layer_beyond_the_last_is_refused(tmp_path):

@@ -4,12 +4,13 @@ results."""
 from __future__ import annotations
 
 import os
+from typing import get_args
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.parallel.quantized import Quantization, frozen_product
+from pipeline.parallel.quantized import Fp8Scaling, Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_tensor_parallel import OWN, Case
@@ -46,9 +47,10 @@ def widened_model(base, method):
     return widened(base, scale_settings(variant), noise=0.1, precision=precision or None)
 
 
-def test_a_product_in_fp8_is_compiled_whole():
+@pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
+def test_a_product_in_fp8_is_compiled_whole(scaling):
     """As on Hopper GPUs; torch computes it on a CPU, too."""
-    quantization = Quantization("fp8", 32, 64, fp8_device="cpu")
+    quantization = Quantization("fp8", 32, 64, scaling, fp8_devices=("cpu",))
     stored = torch.empty(quantization.size, dtype=torch.uint8)
     quantization.write(stored, torch.randn(32, 64))
     compiled = torch.compile(frozen_product, fullgraph=True, backend="aot_eager")

@@ -3,7 +3,6 @@ products."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import get_args
@@ -18,11 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.errors import ConfigError
 from pipeline.parallel.quantized import (
     BLOCK,
+    DEFAULT_RECIPE,
+    FP8,
+    Fp8Recipe,
+    Fp8Scaling,
+    GradientPrecision,
     Quantization,
-    QuantizedPrecision,
     fill_quantized,
     frozen_product,
-    product_in_fp8,
     quantization_of,
     read_partition,
     rounded,
@@ -31,7 +33,8 @@ from pipeline.parallel.quantized import (
 from pipeline.parallel.sharding import Partition, local_shape, sharded_parameter, split
 from pipeline.parallel.topology import TensorParallel
 
-PRECISIONS = get_args(QuantizedPrecision)
+FORMS = [("nf4", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
+"""Precisions, and what shares a scale in fp8."""
 
 
 def some_matrix(rows, columns, dtype=torch.float32, seed=0):
@@ -39,8 +42,8 @@ def some_matrix(rows, columns, dtype=torch.float32, seed=0):
     return matrix.to(dtype)
 
 
-def stored(matrix, precision):
-    quantization = Quantization(precision, *matrix.shape)
+def stored(matrix, precision, scaling="tensor", **products):
+    quantization = Quantization(precision, *matrix.shape, scaling, **products)
     memory = torch.empty(quantization.size, dtype=torch.uint8)
     quantization.write(memory, matrix)
     return memory, quantization
@@ -79,40 +82,59 @@ def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
     assert found.startswith(BY_BITSANDBYTES)
 
 
-def test_fp8_rounds_each_row_to_three_bits_of_mantissa():
+@pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
+def test_fp8_rounds_to_three_bits_of_mantissa(scaling):
     matrix = some_matrix(16, 80)
     matrix[2] = 0
-    decoded = rounded(matrix, "fp8")
+    decoded = rounded(matrix, "fp8", scaling)
     largest = matrix.abs().amax(1, keepdim=True)
+    if scaling == "tensor":
+        largest = matrix.abs().amax()
     # Half a unit in the last place, or of the smallest numbers below normal ones: 448 is the
-    # largest in e4m3.
-    assert (
-        (decoded - matrix).abs()
-        <= torch.maximum(matrix.abs() * 2**-4, largest / 448 * 2**-10) * 1.001
-    ).all()
-    torch.testing.assert_close(decoded.abs().amax(1, keepdim=True), largest, rtol=1e-6, atol=0)
+    # largest in e4m3, and a scale that is a power of two may be twice as large as it need be.
+    smallest = 2 * largest / 448 * 2**-10
+    bound = torch.maximum(matrix.abs() * 2**-4, smallest) * 1.001
+    assert ((decoded - matrix).abs() <= bound).all()
+    if scaling == "row":
+        torch.testing.assert_close(decoded.abs().amax(1, keepdim=True), largest, rtol=1e-6, atol=0)
+
+
+def test_one_scale_is_a_power_of_two_and_what_is_decoded_has_few_bits():
+    for factor in (1e-30, 0.37, 448.0, 1e20):
+        matrix = some_matrix(16, 80) * factor
+        memory, quantization = stored(matrix, "fp8")
+        scale = quantization.scales(memory)
+        mantissa, _ = torch.frexp(scale)
+        assert mantissa.tolist() == [[0.5]]
+        largest = matrix.abs().max() / scale
+        assert 224 < largest <= 448 or factor == 1e-30
+        # So a matrix is decoded to bf16 without rounding.
+        decoded = quantization.decode(memory, torch.bfloat16)
+        assert torch.equal(decoded.float(), quantization.decode(memory, torch.float32))
 
 
 @given(
-    precision=st.sampled_from(PRECISIONS),
+    form=st.sampled_from(FORMS),
     dim=st.sampled_from([0, 1, None]),
     size=st.sampled_from([1, 2, 4]),
     units=st.sampled_from([1, 2, 4, 8]),
     unit=st.integers(1, 3),
     other=st.integers(1, 150),
 )
-def test_shards_are_those_of_the_whole_matrix(precision, dim, size, units, unit, other):
+def test_shards_are_those_of_the_whole_matrix(form, dim, size, units, unit, other):
     """Also where neighbours hold the same shard, the last block is short, and rows are of an odd
     length."""
+    precision, scaling = form
+    recipe = Fp8Recipe(scaling)
     split_size = units * unit * (BLOCK if dim == 1 and size > 1 else 5)
     shape = (other, split_size) if dim == 1 else (split_size, other)
     matrix = some_matrix(*shape)
-    expected = rounded(matrix, precision)
+    expected = rounded(matrix, precision, scaling)
     partition = Partition(dim=dim, units=units)
     for rank in range(size):
         tp = TensorParallel(rank, size)
         ordinary = sharded_parameter(shape, partition, tp).requires_grad_(False)
-        parameter = stored_parameter(ordinary, precision, "w", size)
+        parameter = stored_parameter(ordinary, precision, "w", size, recipe)
         fill_quantized(parameter, tp, partial(read_rows, matrix, parameter, rank, size))
         quantization = quantization_of(parameter)
         assert (quantization.rows, quantization.columns) == local_shape(shape, partition, size)
@@ -165,29 +187,100 @@ def test_a_product_is_that_of_the_decoded_matrix_and_keeps_only_bytes(precision,
     assert not frozen_product(x, memory, quantization, None).requires_grad
 
 
-def test_the_product_in_fp8_rounds_activations_row_by_row():
-    """The path of Hopper GPUs; torch computes it on a CPU, too."""
-    matrix, bias = some_matrix(32, 64), some_matrix(1, 32)[0].bfloat16()
-    memory, quantization = stored(matrix, "fp8")
+def by_token(x, fp8_type):
+    """x with each row rounded to `fp8_type`, by a scale of its own that is a power of two."""
+    largest = x.abs().amax(-1, keepdim=True).double().clamp(min=1e-12)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(fp8_type).max)))
+    return ((x.double() / scale).float().to(fp8_type).double() * scale).float()
+
+
+ON_CPU = {"fp8_devices": ("cpu",)}
+
+
+def some_activations():
     x = some_matrix(6, 64, torch.bfloat16, seed=1).view(2, 3, 64)
     x[0, 1] *= 1000
     x[1, 2] = 0
-    y = product_in_fp8(x, memory, quantization, bias)
-    expected = F.linear(rounded(x.flatten(0, 1), "fp8"), rounded(matrix, "fp8"), bias.float()).view(
-        2, 3, 32
-    )
+    return x
+
+
+@pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
+def test_the_product_in_fp8_rounds_activations_token_by_token(scaling):
+    """What Hopper GPUs compute; torch computes it on a CPU, too."""
+    matrix, bias = some_matrix(32, 64), some_matrix(1, 32)[0].bfloat16()
+    memory, quantization = stored(matrix, "fp8", scaling, **ON_CPU)
+    x = some_activations()
+    y = frozen_product(x, memory, quantization, bias)
+    rounded_x = by_token(x, FP8)
+    if scaling == "row":
+        rounded_x = rounded(x.flatten(0, 1), "fp8", "row").view(x.shape)
+    expected = F.linear(rounded_x, rounded(matrix, "fp8", scaling), bias.float())
+    if scaling == "tensor":
+        # Nothing but the sum is rounded: not the scales, which are multiplied behind the product.
+        product = F.linear(rounded_x, rounded(matrix, "fp8", scaling)).bfloat16()
+        assert torch.equal(y, product + bias)
     torch.testing.assert_close(
         y.float(), expected, rtol=2**-7, atol=2**-9 * float(bias.abs().max())
     )
-    alone = product_in_fp8(x[:1, 1:2], memory, quantization, bias)
-    assert torch.equal(alone, y[:1, 1:2])
 
-    own = x.clone().requires_grad_()
-    of_hopper = frozen_product(own, memory, replace(quantization, fp8_device="cpu"), bias)
-    assert torch.equal(of_hopper, y)
-    of_hopper.sum().backward()
-    decoded = quantization.decode(memory, torch.bfloat16)
-    assert torch.equal(own.grad, torch.ones_like(y) @ decoded)
+
+@pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
+def test_a_token_has_the_same_product_whatever_stands_beside_it(scaling):
+    """Text that a gate leaves closed keeps the base's numbers, also beside an outlier."""
+    memory, quantization = stored(some_matrix(32, 64), "fp8", scaling, **ON_CPU)
+    x = some_activations()
+    y = frozen_product(x, memory, quantization)
+    assert torch.equal(frozen_product(x[:1, 1:2], memory, quantization), y[:1, 1:2])
+    x[0, 2] *= -3e4
+    beside = frozen_product(x, memory, quantization)
+    changed = (beside != y).any(-1)
+    assert changed.tolist() == [[False, False, True], [False, False, False]]
+
+
+@pytest.mark.parametrize("gradient", get_args(GradientPrecision))
+@pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
+def test_the_gradient_of_a_product_in_fp8(scaling, gradient):
+    matrix = some_matrix(32, 64)
+    memory, quantization = stored(matrix, "fp8", scaling, gradient=gradient, **ON_CPU)
+    x = some_activations().requires_grad_()
+    of_y = some_matrix(6, 32, torch.bfloat16, seed=2).view(2, 3, 32)
+    of_y[1, 0] *= 1e-6
+    frozen_product(x, memory, quantization).backward(of_y)
+    if gradient == "bf16":
+        expected = of_y @ quantization.decode(memory, torch.bfloat16)
+    elif scaling == "tensor":
+        rounded_gradient = by_token(of_y, getattr(torch, f"float8_{GRADIENT_TYPES[gradient]}"))
+        expected = (rounded_gradient @ rounded(matrix, "fp8")).bfloat16()
+    else:
+        # The scales of W's rows are part of the gradient that is rounded.
+        codes = quantization.codes(memory).view(FP8).float()
+        scaled = of_y.float() * quantization.scales(memory).t()
+        rounded_gradient = by_token(scaled, getattr(torch, f"float8_{GRADIENT_TYPES[gradient]}"))
+        expected = (rounded_gradient @ codes).bfloat16()
+    assert torch.equal(x.grad, expected)
+
+
+GRADIENT_TYPES = {"e4m3": "e4m3fn", "e5m2": "e5m2"}
+
+
+def test_which_products_are_in_fp8():
+    """Those of matrices whose sides are multiples of 16, and not small; in bf16 alone."""
+    small = Fp8Recipe(skip_small=False)
+
+    def devices(rows, columns, recipe=DEFAULT_RECIPE):
+        with torch.device("meta"):
+            matrix = sharded_parameter((rows, columns), Partition(0), TensorParallel())
+        form = stored_parameter(matrix.requires_grad_(False), "fp8", "w", 1, recipe)
+        return quantization_of(form).fp8_devices
+
+    assert "cpu" in devices(4096, 4096)
+    assert "cpu" in devices(1024, 14336)
+    assert devices(1024, 4096) == devices(4096, 1024) == devices(4096, 4104) == ()
+    assert "cpu" in devices(1024, 4096, small)
+    memory, quantization = stored(some_matrix(32, 64), "fp8", **ON_CPU)
+    x = some_activations().float()
+    decoded = quantization.decode(memory, torch.float32)
+    assert torch.equal(frozen_product(x, memory, quantization), F.linear(x, decoded))
 
 
 def test_what_cannot_be_stored_is_refused():
@@ -199,4 +292,6 @@ def test_what_cannot_be_stored_is_refused():
         ConfigError, match=r"64 columns, which parallel.tp_size 4 would cut in w with 192 columns"
     ):
         stored_parameter(trained.requires_grad_(False), "nf4", "w", 4)
-    assert stored_parameter(trained, "fp8", "w", 4).numel() == 8 * 48 + 8 * 4
+    assert stored_parameter(trained, "fp8", "w", 4).numel() == 8 * 48 + 4
+    by_rows = stored_parameter(trained, "fp8", "w", 4, Fp8Recipe("row"))
+    assert by_rows.numel() == 8 * 48 + 8 * 4

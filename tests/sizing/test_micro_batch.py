@@ -12,7 +12,7 @@ from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
-from tests.widened import kept_for_backward
+from tests.widened import kept_for_backward, scale_settings
 
 pytestmark = pytest.mark.full
 
@@ -101,6 +101,36 @@ def test_sequence_parallel_ranks_save_less(config_of, method):
     assert whole[0] - split[0] == norms * tokens * (trained * (4 + 2) + 4) // 2
 
 
+@pytest.mark.parametrize("method", ["preserve", "adapt"])
+def test_ranks_that_share_experts_send_tokens_and_sums(base, tmp_path, method):
+    """Forward in each layer; backward where the base stream has a gradient, under Adapt from the
+    attention of layer 1 on."""
+    folder = base("qwen3_moe")
+    settings = scale_settings(
+        method, **({"collaborative_modules": "both"} if method == "adapt" else {})
+    )
+    changes = {
+        "base": str(folder.path),
+        "method": settings.model_dump(),
+        "parallel__expert_size": 2,
+    }
+    config = run_config(tmp_path, "zero1", "adapt", Layout(2, 1, 2), **changes)
+    costs = measure_micro_batch(config, folder.spec, 1, "none", DTYPE, expert_size=2)
+    mixture, width = folder.spec.mixture, folder.spec.widths.hidden_size
+    tokens = 2 * config.schedule.micro_batch_size * config.data.sequence_length
+    with_weights = tokens * (width + mixture.top_k) * DTYPE.itemsize
+    chosen = tokens * mixture.top_k * torch.int32.itemsize
+    sums = tokens * width * DTYPE.itemsize
+    backward = 2 if method == "adapt" else 0
+    assert costs.expert_payload_bytes == {
+        (2, "all-gather"): 3 * (with_weights + chosen) + backward * sums,
+        (2, "all-to-all"): 3 * sums + backward * with_weights,
+    }
+    assert not costs.payload_bytes
+    held = sum(one.size for one in costs.parameters if one.kept_whole)
+    assert 2 * held == 3 * mixture.experts * 3 * width * mixture.intermediate_size
+
+
 def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
     config = config_of(
         "adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30
@@ -133,6 +163,7 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
         "activation_checkpointing": checkpointing,
         "recomputation_keeps": kept or "nothing",
         "base_precision": precision or "bf16",
+        "fp8": {"skip_small": False},
     }
     config = config_of(method, data__document_mask=False, **changes)
     model, batch = real_model(config, DTYPE), real_batch(config)[:3]

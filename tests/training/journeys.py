@@ -19,9 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"name": "lora", "rank": 4},
     "llama_pro": {"name": "llama_pro", "added_layers": 5},
 }
-OWN_WEIGHTS = {"own_gains": True, "low_rank": 2}
-OWN_ROWS = {"own_rows": {"min_count": 2}}
-"""What tokens that a gate opens have of their own; an extended vocabulary has no own rows."""
+OWN_WEIGHTS = {"own_gains": True, "low_rank": 2, "own_rows": {"min_count": 2}}
+"""What tokens that a gate opens have of their own."""
 TRAINS_BASE = ("fft", "freeze")
 RATES_BY_GROUP = {"adapt": {"expansion_to_base": 0.5, "layers.*.attention.*": 2.0}}
 """Learning-rate factors, of every row of these methods."""
@@ -101,8 +100,6 @@ class Journey(NamedTuple):
             if self.method == "lora":
                 # Its own weights of low rank are its adapters.
                 del method["low_rank"]
-            if not self.vocabulary:
-                method |= OWN_ROWS
             if self.method == "preserve":
                 method["own_first_layer"] = 2
         parallel = {

@@ -33,7 +33,7 @@ from tests.bases import STORIES
 from tests.distributed import RankError, run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.faults import Planned, train_with, train_without
-from tests.training.journeys import METHODS, OWN_ROWS, OWN_WEIGHTS
+from tests.training.journeys import METHODS, OWN_WEIGHTS
 from tests.training.runs import (
     in_turn,
     losses,
@@ -452,7 +452,7 @@ OTHER_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "route": ("norm", {"method": METHODS["route"], "zero": 3, "data__replay_loss": "kl"}),
     "weights of open tokens": (
         "own_rows",
-        {"method": METHODS["adapt"] | OWN_ROWS | OWN_WEIGHTS, "zero": 2, "gate": {}},
+        {"method": METHODS["adapt"] | OWN_WEIGHTS, "zero": 2, "gate": {}},
     ),
 }
 

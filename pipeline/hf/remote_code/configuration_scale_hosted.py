@@ -13,8 +13,9 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """Entries: `base_config` is the base's own config.json, and `base_class` the class of
     transformers that computes it. `structure` says beside which of its modules what stands: the
     `layers` in order, each with its `name` and its `blocks`, the module `output` of the logits, and
-    whether a layer attends to the keys of another one. The other sizes are of the expansion and of
-    the gate, as in a ScaleConfig.
+    whether a layer attends to the keys of another one; and which `linear_maps` and `norms` of a
+    layer, and which `last_norms` after the layers, have weights of open tokens' own. The other
+    entries are of the expansion, of such weights and of the gate, as in a ScaleConfig.
     """
 
     model_type = "scale_hosted"
@@ -37,6 +38,11 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     base_class: str = ""
     base_config: Any = None
     structure: Any = None
+    own_first_layer: int | None = None
+    own_rows: int = 0
+    own_gains: bool = False
+    own_rank: int | None = None
+    own_scale: float = 1.0
     gate_layer: int | None = None
     gate_features: str = "token"
     gate_decay: float = 0.8

@@ -24,6 +24,9 @@ from .scale_hosted_blocks import (
     HostedInputs,
     HostedNorm,
 )
+from .scale_hosted_own import low_rank_differences, of_rows, own_gains
+from .scale_math import masked_sum, own_row_logits
+from .scale_streams import ScaleOwnInput, own_row_table
 
 
 class HostedEmbedding(nn.Module):
@@ -35,22 +38,40 @@ class HostedEmbedding(nn.Module):
 
 
 class HostedOutput(nn.Module):
-    """W_out^up, [V, U]."""
+    """W_out^up, [V, U], and the own output rows of open tokens, [r, D]."""
+
+    row_of_token: Tensor
 
     def __init__(self, config: HostedScaleConfig) -> None:
         super().__init__()
         shape = (config.vocab_size, config.expansion_hidden_size)
         self.expansion = nn.Parameter(torch.zeros(shape))
+        self.own_rows: nn.Parameter | None = None
+        if config.own_rows:
+            self.own_rows = nn.Parameter(torch.zeros(config.own_rows, config.hidden_size))
+            self.register_buffer("row_of_token", own_row_table(config))
+
+    def logits(self, x: Tensor, x_up: Tensor) -> Tensor:
+        """What is added to the base's logits of open tokens: x [B, n, D] -> [B, n, V]."""
+        added = F.linear(x_up, self.expansion)
+        if self.own_rows is None:
+            return added
+        return added + own_row_logits(x, self.own_rows, self.row_of_token)
 
 
 class HostedLayer(nn.Module):
-    """The added blocks of a layer, by the names in its structure."""
+    """The added blocks of a layer, by the names in its structure, and what its maps and norms have
+    of open tokens' own: `adapter` and `own`, by the names in the base's layer."""
 
-    def __init__(self, config: HostedScaleConfig, layer: int, blocks: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, config: HostedScaleConfig, index: int, layer: dict[str, Any], of_base: nn.Module
+    ) -> None:
         super().__init__()
-        for block in blocks:
+        for block in layer["blocks"]:
             kind = HostedAttention if block["kind"] == "mixer" else HostedFeedForward
-            self.add_module(block["added"], kind(config, layer))
+            self.add_module(block["added"], kind(config, index))
+        self.adapter = low_rank_differences(config, of_base, layer.get("linear_maps", []))
+        self.own = own_gains(of_base, layer.get("norms", []))
 
 
 class HostedPass:
@@ -75,6 +96,11 @@ class HostedPass:
         self.added: list[Any] | None = None
         if self.cache is not None or call.get("use_cache"):
             self.added = []
+
+    @property
+    def masked(self) -> bool | Tensor:
+        """The tokens for which nothing is added to the base; False: for none."""
+        return False if self.closed is None else self.closed
 
     def keys_of(self, place: tuple[int, int]) -> AddedKeys | None:
         """The cached keys and values of an added attention."""
@@ -131,12 +157,14 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         # The base may lack the default, which this configuration would ask for when used again.
         config._attn_implementation = self.base.config._attn_implementation
         self.embedding = HostedEmbedding(config)
-        layers = config.structure["layers"]
-        self.layers = nn.ModuleList(
-            HostedLayer(config, index, layer["blocks"]) for index, layer in enumerate(layers)
-        )
+        self.layers = nn.ModuleList()
+        for index, layer in enumerate(config.structure["layers"]):
+            of_base = self.base.get_submodule(layer["name"])
+            self.layers.append(HostedLayer(config, index, layer, of_base))
         self.final_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
         self.output = HostedOutput(config)
+        self.own = own_gains(self.base, config.structure.get("last_norms", []))
+        self.own_input = ScaleOwnInput(config) if config.own_rows else None
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self._running: HostedPass | None = None
         self._add_hooks()
@@ -213,6 +241,13 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             module = self.base.get_submodule(layer["name"])
             module.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True)
             module.register_forward_hook(partial(self._leave_layer, index))
+            # Before the hooks of blocks: a block may be a linear map, and W12 adds to its result.
+            for name in layer.get("linear_maps", []):
+                linear = module.get_submodule(name)
+                linear.register_forward_hook(partial(self._add_difference, index, name))
+            for name in layer.get("norms", []):
+                norm = module.get_submodule(name)
+                norm.register_forward_hook(partial(self._change_gain, index, name))
             for number, block in enumerate(layer["blocks"]):
                 place = (index, number)
                 if block["input_module"] != block["name"]:
@@ -223,6 +258,9 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
                 module.get_submodule(block["name"]).register_forward_hook(
                     partial(self._run_block, place), with_kwargs=True
                 )
+        for name in structure.get("last_norms", []):
+            norm = self.base.get_submodule(name)
+            norm.register_forward_hook(partial(self._change_gain, None, name))
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = dict(kwargs)
@@ -271,13 +309,20 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
 
     def _enter_layer(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> Any:
         current = self._running
         if current is None:
-            return
+            return None
         current.changes = {}
+        x = args[0] if args else kwargs["hidden_states"]
         if index == self.config.gate_layer:
-            self._close(current, args[0] if args else kwargs["hidden_states"])
+            self._close(current, x)
+        if self.own_input is None or index != self.config.own_first_layer:
+            return None
+        x = masked_sum(x, self.own_input(current.call["input_ids"]), current.masked)
+        if args:
+            return (x, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": x}
 
     def _leave_layer(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
         current = self._running
@@ -303,6 +348,31 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if by_id is not None:
             opens = opens | by_id.to(opens.device)
         current.closed = ~opens
+
+    def _add_difference(
+        self, index: int, name: str, _: nn.Module, args: tuple[Any, ...], y: Tensor
+    ) -> Tensor | None:
+        """Adds the low-rank difference of a linear map of layer `index`, for open tokens."""
+        current = self._running
+        if current is None:
+            return None
+        change = self.layers.get_submodule(f"{index}.adapter.{name}")(args[0])
+        if current.closed is None:
+            return y + change
+        return masked_sum(y, change, of_rows(current.closed, y))
+
+    def _change_gain(
+        self, index: int | None, name: str, norm: nn.Module, args: tuple[Any, ...], y: Tensor
+    ) -> Tensor | None:
+        """What a norm of layer `index`, or None: after the layers, gives open tokens."""
+        current = self._running
+        if current is None:
+            return None
+        path = f"own.{name}" if index is None else f"layers.{index}.own.{name}"
+        changed: Tensor = self.get_submodule(path)(norm, args)
+        if current.closed is None:
+            return changed
+        return torch.where(of_rows(current.closed, y), y, changed)
 
     def _keep_input(
         self, place: tuple[int, int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -347,9 +417,8 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         rows = x_up.shape[:2]
         y_rows = y.reshape(*rows, -1)
         keys = current.keys_of(place) if block["kind"] == "mixer" else None
-        masked = False if current.closed is None else current.closed
         changed, y_up = self.layers[layer].get_submodule(block["added"])(
-            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.inputs, keys, masked
+            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.inputs, keys, current.masked
         )
         current.changes[number] = y_up
         if changed is y_rows:
@@ -361,7 +430,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         items[at] = new
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
-    def _add_logits(self, _: nn.Module, __: Any, logits: Tensor) -> Tensor | None:
+    def _add_logits(self, _: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor | None:
         """logits: [B, n, V] of the base's output map, for the tokens that are kept."""
         current = self._running
         if current is None:
@@ -369,7 +438,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         kept = current.call.get("logits_to_keep", 0)
         rows = slice(-kept, None) if isinstance(kept, int) else kept
         x_up = self.final_norm(current.x_up[:, rows])
-        changed = logits + F.linear(x_up, self.output.expansion).to(logits.dtype)
+        changed = logits + self.output.logits(args[0], x_up).to(logits.dtype)
         if current.closed is None:
             return changed
         return torch.where(current.closed[:, rows], logits, changed)

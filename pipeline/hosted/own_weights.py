@@ -1,0 +1,99 @@
+"""What open tokens have of their own beside the weights of a hosted base.
+
+As `pipeline.model.own_weights`, but beside modules of transformers, in forward hooks:
+
+    a linear map        y += s B A x
+    a norm              y  = its own code with the gain w + Δw (and the bias b + Δb)
+    the first layer     x += the own row of each token, as x enters it
+    the output map      its rows + own rows (`pipeline.hosted.output`)
+
+No family's formula of a norm is repeated here: some multiply by 1 + w, some subtract a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeline.hosted.own_modules import linear_sizes
+from pipeline.parallel.linear import LowRankAdapter
+from pipeline.parallel.sharding import REPLICATED, full_shape_of, sharded_parameter
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import OwnWeights
+
+
+class OwnGains(nn.Module):
+    """The trained differences of a norm's gain and bias, by the names of the norm's parameters."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in norm.named_parameters():
+            own = sharded_parameter(full_shape_of(parameter), REPLICATED, SINGLE)
+            self.register_parameter(name, own)
+
+    def forward(self, norm: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
+        """What `norm` gives with its gain and bias changed; it has its weights while it runs."""
+        changed: dict[str, Tensor] = {}
+        for name, own in self.named_parameters():
+            changed[f"module.{name}"] = norm.get_parameter(name) + own
+        normed: Tensor = functional_call(_WithoutHooks(norm), changed, arguments)
+        return normed
+
+
+class _WithoutHooks(nn.Module):
+    """The code of a module without its hooks, from one of which it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module.forward(*arguments)
+
+
+def low_rank_differences(
+    layer: nn.Module, names: tuple[str, ...], own: OwnWeights | None
+) -> dict[str, LowRankAdapter]:
+    """The differences s B A of the linear maps `names` of a layer of the base; none without
+    `own`."""
+    differences: dict[str, LowRankAdapter] = {}
+    if own is None or own.low_rank is None:
+        return differences
+    for name in names:
+        sizes = linear_sizes(layer.get_submodule(name))
+        assert sizes is not None, "only linear maps were found"
+        size_in, size_out = sizes
+        differences[name] = LowRankAdapter(
+            (size_out, size_in), own.low_rank, scale=own.low_rank_scale, tp=SINGLE
+        )
+    return differences
+
+
+def own_gains(layer: nn.Module, names: tuple[str, ...]) -> dict[str, OwnGains]:
+    """The differences of the gains of the norms `names` within `layer`."""
+    return {name: OwnGains(layer.get_submodule(name)) for name in names}
+
+
+def nested(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A module that holds `modules` by their names, in which dots stand for levels."""
+    tree = nn.Module()
+    for name, module in modules.items():
+        *levels, leaf = name.split(".")
+        parent = tree
+        for level in levels:
+            if level not in dict(parent.named_children()):
+                parent.add_module(level, nn.Module())
+            parent = parent.get_submodule(level)
+        parent.add_module(leaf, module)
+    return tree
+
+
+def of_rows(masked: Tensor, y: Tensor) -> Tensor:
+    """A mask of tokens, [B, S, 1], as it goes with the rows of y: [B, S, ...] or [B * S, ...]."""
+    if y.dim() == 2:
+        return masked.reshape(-1, 1)
+    rows = masked.shape[:2]
+    return masked.view(*rows, *[1] * (y.dim() - 2))

@@ -1,0 +1,104 @@
+"""Runs whose data-parallel ranks share the experts of a mixture: they train as ranks that hold all
+of them, and resume at another layout."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RESUME_LATER
+from tests.distributed import run_ranks
+from tests.self_generated.helpers import random_base
+from tests.training.journeys import METHODS
+from tests.training.runs import (
+    in_turn,
+    losses,
+    make_run,
+    metrics,
+    prepared,
+    train,
+    write_config,
+)
+
+pytestmark = pytest.mark.full
+
+STEPS = 3
+SHARED = {"parallel__expert_size": 2}
+PADDED = {**SHARED, "parallel__padded_experts": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "preserve": {"zero": 3, **SHARED},
+    "adapt": {"zero": 1, **PADDED, "activation_checkpointing": "all", "data__replay_loss": "kl"},
+    "route": {"zero": 3, **PADDED, "activation_checkpointing": "all"},
+    "lora": {"zero": 2, **PADDED, "base_precision": "nf4"},
+}
+ALONE = {"parallel__expert_size": 1, "parallel__padded_experts": False}
+CLOSE = 1e-4
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    method = METHODS[name]
+    both = {"l_fp": 1, "collaborative_modules": "both"} if "l_fp" in method else {}
+    return {"method": method | both, **RUNS[name]}
+
+
+def held_experts(config: Any) -> tuple[int, float]:
+    """How many experts this rank holds, and the result of its preservation check."""
+    trainer = prepared(config)
+    experts = trainer.engine.model.mixtures[0].experts
+    return len(experts.gate.weight), trainer.step0_difference
+
+
+@pytest.fixture(scope="module")
+def runs(tokens, tmp_path_factory):
+    """The folder of all runs, by kind: with experts over ranks, without, and resumed elsewhere."""
+    folder = tmp_path_factory.mktemp("shared")
+    base = str(random_base("qwen3_moe dense layer", folder / "base"))
+
+    def jobs(kind, make, job, changes):
+        for name in RUNS:
+            settings = {"base": base, "schedule__steps": STEPS, **settings_of(name), **changes}
+            yield partial(job, make(folder / kind / name, tokens, **settings))
+
+    done = [[0] * len(RUNS)]
+    assert run_ranks(in_turn, 2, list(jobs("shared", make_run, train, {}))) == done * 2
+    assert run_ranks(in_turn, 2, list(jobs("alone", make_run, train, ALONE))) == done * 2
+    stopped = run_ranks(in_turn, 2, list(jobs("stopped", make_run, partial(train, stop=True), {})))
+    assert stopped == [[RESUME_LATER] * len(RUNS)] * 2
+    for kind, ranks, changes in (("resumed", 2, {}), ("moved", 1, ALONE)):
+        shutil.copytree(folder / "stopped", folder / kind)
+        continued = list(jobs(kind, write_config, train, changes))
+        assert run_ranks(in_turn, ranks, continued) == done * ranks
+    return folder, tokens, base
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_as_with_all_experts_on_every_rank(runs, name):
+    folder, *_ = runs
+    shared = losses(folder / "shared" / name)
+    assert len(shared) == STEPS and shared[-1] < shared[0]
+    for kind in ("alone", "moved"):
+        assert losses(folder / kind / name) == pytest.approx(shared, rel=CLOSE)
+    assert metrics(folder / "resumed" / name) == metrics(folder / "shared" / name)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_each_rank_holds_its_experts_and_keeps_the_base(runs, tmp_path, zero):
+    _, tokens, base = runs
+    settings = {"base": base, **settings_of("adapt"), "zero": zero}
+    config = make_run(tmp_path, tokens, **settings)
+    assert run_ranks(held_experts, 2, config) == [(3, 0.0)] * 2
+
+
+def test_experts_that_train_are_refused(runs, tmp_path):
+    _, tokens, base = runs
+    jobs = []
+    for name in ("fft", "freeze", "llama_pro"):
+        method = METHODS[name] | ({"added_layers": 1} if name == "llama_pro" else {})
+        method |= {"frozen_layers": 1} if name == "freeze" else {}
+        config = make_run(tmp_path / name, tokens, base=base, method=method, zero=1, **SHARED)
+        jobs.append(partial(train, config))
+    for fault in run_ranks(in_turn, 2, jobs)[0]:
+        assert "parallel.expert_size: expected 1 with method.name" in fault

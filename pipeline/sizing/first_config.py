@@ -64,6 +64,10 @@ _SHARE_OF_CHATS = 3 / 4
 _RATE_OF_CHATS = 1 / 3
 """How often chats in the new language are read after the texts, their share of the sequences there,
 and the learning rate as a share of the texts' own (docs/results/chat.md)."""
+_KL_FRACTION_OF_CHATS = 1 / 8
+"""The share of the sequences on which a chat model under a gate stays near its base: with it the
+answers to users of the new language end, and tuning on their chats begins from what the base can do
+(docs/results/chat.md)."""
 _CHATS_HELDOUT = 0.01
 _GATE_TEXT = 4
 """Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
@@ -101,6 +105,11 @@ class FirstRun:
     new_chats: Sequence[str] = ()
     messages_key: str = "messages"
     gated: bool = True
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the run reads chats, on some of which it stays near its base by KL."""
+        return bool(self.old_chats or self.new_chats)
 
 
 class TextMeasure(NamedTuple):
@@ -181,9 +190,17 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if not stages:
         del values["stages"]
     if wanted.gated:
-        # The gate alone reads the self-generated text.
-        values["data"]["self_generated_fraction"] = 0.0
         values["gate"] = {}
+        # Without chats the gate alone reads the self-generated text.
+        values["data"]["self_generated_fraction"] = 0.0
+        if wanted.has_chats:
+            values["data"]["self_generated_fraction"] = _KL_FRACTION_OF_CHATS
+        if wanted.new_chats:
+            # On answers to users of the new language the gate would learn to stay shut.
+            negatives = ["self_generated"]
+            if wanted.old_chats:
+                negatives.append("self_generated_chats")
+            values["gate"] = {"negatives": negatives}
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
     if wanted.gated:
@@ -212,7 +229,9 @@ def _corpora(
         new["text_key"] = wanted.text_key
     old = {**_corpus(known, length), "role": "replay"}
 
-    most = _GATE_TEXT * GateSettings().tokens if wanted.gated else 50_000_000
+    most = 50_000_000
+    if wanted.gated and not wanted.has_chats:
+        most = _GATE_TEXT * GateSettings().tokens
     sample: dict[str, Any] = {
         "tokens": max(20_000, min(most, _read(learned) // 300)),
         "max_tokens": min(length, 2048),
@@ -228,29 +247,35 @@ def _corpora(
         old["text_key"] = old_key
         self_generated["text_key"] = old_key  # of its prompts, which are old texts
     corpora = {"new": new, "old": old, "self_generated": self_generated}
-    return corpora | _corpora_of_chats(wanted, sample, length)
+    return corpora | _corpora_of_chats(wanted, sample)
 
 
-def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any], length: int) -> dict[str, Any]:
+def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any]) -> dict[str, Any]:
     """The corpora of chats; `sample` is what the base is asked to write of other text."""
     corpora: dict[str, Any] = {}
     if wanted.old_chats:
-        corpora["self_generated_chats"] = {
-            "role": "self_generated",
-            "messages_key": wanted.messages_key,
-            "sample": {
-                "tokens": sample["tokens"],
-                "max_tokens": sample["max_tokens"],
-                "prompts": list(wanted.old_chats),
-            },
-        }
+        corpora["self_generated_chats"] = _answered(wanted, sample, wanted.old_chats)
     if wanted.new_chats:
+        # As often as all that the base writes in languages that it knows.
+        weight = 1 + len(corpora)
+        answered = _answered(wanted, sample, wanted.new_chats)
+        corpora["self_generated_new_chats"] = {**answered, "weight": weight}
         corpora["new_chats"] = {
             "input": list(wanted.new_chats),
             "heldout_fraction": _CHATS_HELDOUT,
             "messages_key": wanted.messages_key,
         }
     return corpora
+
+
+def _answered(wanted: FirstRun, sample: dict[str, Any], chats: Sequence[str]) -> dict[str, Any]:
+    """A corpus of chats that the base answers itself."""
+    lengths = {name: sample[name] for name in ("tokens", "max_tokens")}
+    return {
+        "role": "self_generated",
+        "messages_key": wanted.messages_key,
+        "sample": {**lengths, "prompts": list(chats)},
+    }
 
 
 def _stages(schedule: dict[str, Any], length: int, tuned: TextMeasure) -> list[dict[str, Any]]:
@@ -263,6 +288,8 @@ def _stages(schedule: dict[str, Any], length: int, tuned: TextMeasure) -> list[d
     rate = float(f"{schedule['learning_rate'] * _RATE_OF_CHATS:.1e}")
     # Weights of which new_chats has its share.
     weights = {"new": 1, "new_chats": round(_SHARE_OF_CHATS / (1 - _SHARE_OF_CHATS))}
+    # The base's own answers there would be learned against better ones.
+    weights["self_generated_new_chats"] = 0
     return [
         {"name": "texts", "steps": schedule["steps"], "weights": {"new_chats": 0}},
         {"name": "chats", "steps": steps, "learning_rate": rate, "weights": weights},
@@ -540,7 +567,7 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
 
 def _data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasure) -> str:
     purpose = "it keeps the model near the base"
-    if "gate" in values:
+    if values["data"].get("self_generated_fraction") == 0:
         purpose = "the gate learns from it where to stay closed"
     return (
         f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it "
@@ -559,7 +586,9 @@ def _chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
     if wanted.new_chats:
         lines.append(
             "new_chats: chats in the new language, read in the second stage alone; the gate also "
-            "learns from them where to open."
+            "learns from them where to open.\n"
+            "self_generated_new_chats: what the base answers there, read in the first stage alone: "
+            "so answers still end."
         )
     if not lines and _has_chat_template(tokenizer):
         lines.append(

@@ -235,5 +235,7 @@ def test_a_chat_model_keeps_its_chats_and_learns_to_answer_in_the_new_language(
     assert texts.steps == plain.schedule.steps
     assert config.schedule.steps == texts.steps + chats.steps
     assert texts.weights == {"new_chats": 0}
-    assert chats.weights == {"new": 1, "new_chats": 3}
+    assert chats.weights == {"new": 1, "new_chats": 3, "self_generated_new_chats": 0}
+    assert config.data.fractions["self_generated"] == 0.125
+    assert config.data.corpora["self_generated_new_chats"].weight == 2
     assert chats.learning_rate == pytest.approx(config.schedule.learning_rate / 3, rel=0.1)

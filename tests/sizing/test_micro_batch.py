@@ -106,7 +106,9 @@ def test_ranks_that_share_experts_send_tokens_and_sums(base, tmp_path, method):
     """Forward in each layer; backward where the base stream has a gradient, under Adapt from the
     attention of layer 1 on."""
     folder = base("qwen3_moe")
-    settings = scale_settings(method, **({"collaborative_modules": "both"} if method == "adapt" else {}))
+    settings = scale_settings(
+        method, **({"collaborative_modules": "both"} if method == "adapt" else {})
+    )
     changes = {
         "base": str(folder.path),
         "method": settings.model_dump(),

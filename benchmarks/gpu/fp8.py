@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from benchmarks.gpu.setting import CheckRow, Setting
 from pipeline.parallel.quantized import (
     FP8,
     Fp8Scaling,
-    GradientPrecision,
     Quantization,
     computes_in_fp8,
     input_gradient_in_fp8,
@@ -59,28 +57,26 @@ def check_fp8_products(setting: Setting) -> Iterator[CheckRow]:
             )
 
 
-def _stored(
-    weight: Tensor, scaling: Fp8Scaling, gradient: GradientPrecision = "e4m3"
-) -> tuple[Quantization, Tensor]:
+def _stored(weight: Tensor, scaling: Fp8Scaling) -> tuple[Quantization, Tensor]:
     """The matrix as the project stores it."""
     rows, columns = weight.shape
-    quantization = Quantization("fp8", rows, columns, scaling, gradient, ("cuda",))
+    quantization = Quantization("fp8", rows, columns, scaling)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=weight.device)
     quantization.write(stored, weight)
     return quantization, stored
 
 
-def _dynamic_codes(x: Tensor, fp8_type: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dynamic_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` in fp8 with one scale for all of it, as others do, and that scale."""
-    scale = x.abs().amax().float() / torch.finfo(fp8_type).max
-    return (x / scale).to(fp8_type), scale
+    scale = x.abs().amax().float() / torch.finfo(FP8).max
+    return (x / scale).to(FP8), scale
 
 
 def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute x W^T with x: [tokens, columns]."""
     by_row, stored_by_row = _stored(weight, "row")
     by_tensor, stored_by_tensor = _stored(weight, "tensor")
-    codes, scale = _dynamic_codes(weight, FP8)
+    codes, scale = _dynamic_codes(weight)
 
     def row_wise() -> Tensor:
         return product_in_fp8(x, stored_by_row, by_row, None)
@@ -89,7 +85,7 @@ def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
         return product_in_fp8(x, stored_by_tensor, by_tensor, None)
 
     def one_scale_for_x() -> Tensor:
-        x_codes, x_scale = _dynamic_codes(x, FP8)
+        x_codes, x_scale = _dynamic_codes(x)
         return torch._scaled_mm(
             x_codes,
             codes.t(),
@@ -102,51 +98,51 @@ def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     return {
         "bf16": lambda: F.linear(x, weight),
         "row": row_wise,
-        "row compiled": torch.compile(row_wise),
+        "row compiled": _compiled(row_wise),
         "tensor": tensor_wise,
-        "tensor compiled": torch.compile(tensor_wise),
-        "one scale for x too, compiled": torch.compile(one_scale_for_x),
+        "tensor compiled": _compiled(tensor_wise),
+        "one scale for x too, compiled": _compiled(one_scale_for_x),
     }
 
 
 def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute G W with G: [tokens, rows]."""
-    e4m3, stored = _stored(weight, "tensor", "e4m3")
-    e5m2, _ = _stored(weight, "tensor", "e5m2")
-    codes, scale = _dynamic_codes(weight, FP8)
+    quantization, stored = _stored(weight, "tensor")
+    codes, scale = _dynamic_codes(weight)
     # The second operand of a product in fp8 has its columns one after another.
     transposed = codes.t().contiguous().t()
 
     def decoded() -> Tensor:
-        return gradient @ e4m3.decode(stored, torch.bfloat16)
+        return gradient @ quantization.decode(stored, torch.bfloat16)
 
     def in_e4m3() -> Tensor:
-        return input_gradient_in_fp8(gradient, stored, e4m3)
+        return input_gradient_in_fp8(gradient, stored, quantization)
 
-    def in_e5m2() -> Tensor:
-        return input_gradient_in_fp8(gradient, stored, e5m2)
-
-    def second_copy(use_fast_accum: bool) -> Tensor:
-        own_codes, own_scale = _dynamic_codes(gradient, FP8)
+    def second_copy() -> Tensor:
+        own_codes, own_scale = _dynamic_codes(gradient)
         return torch._scaled_mm(
             own_codes,
             transposed,
             own_scale,
             scale,
             out_dtype=torch.bfloat16,
-            use_fast_accum=use_fast_accum,
+            use_fast_accum=True,
         )
 
     return {
         "bf16": lambda: gradient @ weight,
         "decoded": decoded,
-        "decoded compiled": torch.compile(decoded),
+        "decoded compiled": _compiled(decoded),
         "e4m3": in_e4m3,
-        "e4m3 compiled": torch.compile(in_e4m3),
-        "e5m2 compiled": torch.compile(in_e5m2),
-        "a second copy of the codes, compiled": torch.compile(partial(second_copy, False)),
-        "the same with fast accumulation": torch.compile(partial(second_copy, True)),
+        "e4m3 compiled": _compiled(in_e4m3),
+        "a second copy of the codes, compiled": _compiled(second_copy),
     }
+
+
+def _compiled(product: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`product` compiled for its sizes alone: by default the second size would make a kernel for
+    all sizes, which may be slower."""
+    return torch.compile(product, dynamic=False)
 
 
 def _seconds(product: Callable[[], Tensor]) -> float:

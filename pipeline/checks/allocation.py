@@ -40,6 +40,7 @@ from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_a
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.memory import checkpoints_bytes, no_room
+from pipeline.sizing.meta_device import NotTracedError
 
 if TYPE_CHECKING:
     from pipeline.sizing.estimate import Estimator
@@ -144,14 +145,15 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
-    if not allocation.inputs.base.spec.is_native:
-        return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 
-    def needed() -> tuple[int, int]:
-        """The bytes on a GPU, and in host memory."""
+    def needed() -> tuple[int, int] | None:
+        """The bytes on a GPU, and in host memory; None where they cannot be estimated."""
         estimator = allocation.estimator()
-        memory, host_bytes = estimator.memory(estimator.own_choice)
+        try:
+            memory, host_bytes = estimator.memory(estimator.own_choice)
+        except NotTracedError:
+            return None
         if on_gpu:
             return memory.total, host_bytes
         return 0, memory.total + host_bytes
@@ -165,7 +167,10 @@ def check_memory(allocation: Allocation) -> Finding:
         host = int(host_memory() * USABLE_FRACTION) // allocation.ranks_on_node
         return AvailableMemory(int(free), int(total * USABLE_FRACTION), host)
 
-    device_bytes, host_bytes = broadcast_from_rank0(needed)
+    bytes_of_rank = broadcast_from_rank0(needed)
+    if bytes_of_rank is None:
+        return Finding("memory is not estimated for this hosted base (scale-cpt train --dry-run)")
+    device_bytes, host_bytes = bytes_of_rank
     by_rank = all_gathered(run_on_all_ranks(available))
     return judge_memory(device_bytes, host_bytes, by_rank, allocation.nodes)
 
@@ -397,5 +402,8 @@ def check_corpora(allocation: Allocation) -> Finding:
         for text in texts:
             faults.append(Fault(f"{text} (seen on {nodes[rank]})"))
     result = "are damaged" if faults else "are those that were written"
+    token_bytes = sum(corpus.token_bytes for corpus in corpora)
     sampled = f"{SAMPLED_BYTES // 2**20} MiB of tokens"
+    if token_bytes <= SAMPLED_BYTES:
+        sampled = f"all tokens ({token_bytes / 2**20:,.1f} MiB)"
     return Finding(f"corpora: sizes, indexes and {sampled} {result}", faults)

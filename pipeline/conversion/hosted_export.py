@@ -38,7 +38,7 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "model_type": HostedScaleConfig.model_type,
         **_sizes(spec, model.plan),
         "base_class": spec.structure.model_class,
-        "base_config": dict(spec.config),
+        "base_config": _base_config(spec),
         "structure": _structure(spec, model.plan),
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
@@ -61,6 +61,13 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         config |= gate_to_config(model.gate)
         tensors += gate_tensors(model.gate, spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
+
+
+def _base_config(spec: HostedSpec) -> dict[str, Any]:
+    """The base's config.json; its weights are written as they were trained beside, dequantized."""
+    config = dict(spec.config)
+    config.pop("quantization_config", None)
+    return config
 
 
 def _itself(tensor: Tensor) -> Tensor:

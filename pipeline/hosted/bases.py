@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipeline.config.run import BaseCode
 from pipeline.errors import BaseModelError
-from pipeline.files.json_files import read_object
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.read_spec import read_hosted_spec
@@ -50,8 +49,8 @@ def read_spec(path: Path, code: BaseCode | None = None) -> DecoderSpec:
 def _is_hosted_by_default(path: Path) -> bool:
     """Whether the base's type is none of the native families."""
     try:
-        values = read_object(from_hf.config_file(path), BaseModelError, "copy the folder again")
-    except (FileNotFoundError, BaseModelError):
+        _, values = from_hf.read_config(path)
+    except BaseModelError:
         return False  # the native reader says what is wrong
     model_type = from_hf.model_type_of(values)
     # A folder in our own format names its type too: the native reader says what to do with it.

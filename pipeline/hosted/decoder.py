@@ -129,6 +129,13 @@ class HostedDecoder(CausalDecoder):
             for block in layer.blocks:
                 yield self.base.get_submodule(f"{structure.layer_name(layer)}.{block.name}")
 
+    def recomputed_layers(self) -> Iterator[nn.Module]:
+        structure = self.spec.structure
+        for layer, added in zip(structure.layers, self.layers, strict=True):
+            assert isinstance(added, AddedLayer)
+            if self._is_recomputed(added):
+                yield self.base.get_submodule(structure.layer_name(layer))
+
     def compile_layers(self, backend: str = "inductor") -> None:
         raise ConfigError("compile: expected false beside a hosted base (base_code: transformers)")
 

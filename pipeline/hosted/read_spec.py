@@ -17,6 +17,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.find import build_without_memory, find_structure
 from pipeline.hosted.spec import HostedSpec, LogitScale
 from pipeline.hosted.structure import HostedStructure
+from pipeline.hosted.transformers_model import DEQUANTIZED, hf_config_of
 from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN, build_twin, model_class_of
 from pipeline.model.from_hf import read_config
 from pipeline.model.spec import ACTIVATIONS, LayerKind, RotarySpec
@@ -74,16 +75,29 @@ def _spec_of(config_json: bytes) -> HostedSpec:
             f"model_type {model_type!r:.80}: transformers has no such type of its own, and code of "
             "a model's folder is not run; use a base of another type"
         )
-    if recorded.get("quantization_config"):
-        raise BaseModelError(
-            "quantization_config: quantized weights are not supported; use the original model"
-        )
+    _check_quantization(recorded.get("quantization_config"))
     with faults_of_library(f"not a {model_type} config", BaseModelError):
-        config = CONFIG_MAPPING[model_type].from_dict(orjson.loads(config_json))
+        config = hf_config_of(recorded)
     # Probes call modules of transformers in ways that their code may not expect.
     what = f"model_type {model_type}: its structure cannot be found; use a base of another type"
     with faults_of_library(what, BaseModelError):
         return _found_spec(config, recorded)
+
+
+def _check_quantization(quantization: object) -> None:
+    """Checks that transformers can dequantize the weights when it loads them.
+
+    Raises:
+        BaseModelError: it cannot.
+    """
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method not in DEQUANTIZED:
+        raise BaseModelError(
+            f"quantization_config.quant_method: expected one of {', '.join(DEQUANTIZED)}, which "
+            f"are dequantized when they are loaded, found {method!r:.40}; use the original model"
+        )
 
 
 def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> HostedSpec:

@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.hosted.structure import HostedStructure
+from pipeline.hosted.structure import DocumentSeparation, HostedStructure
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import OwnWeights
+
+_DOCUMENTS: dict[DocumentSeparation, str] = {
+    "positions": "documents of a row are kept apart by positions",
+    "four_positions": "documents of a row are kept apart by four rows of positions",
+    "mask": "documents of a row are kept apart by a mask",
+    "layer_masks": "documents of a row are kept apart by a mask for each type of layer",
+    "one_document": "nothing keeps documents of a row apart: each gets a row of its own, padded to "
+    "the longest of its micro-batch",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,14 @@ class HostedSpec(DecoderSpec):
     def is_native(self) -> bool:
         return False
 
+    @property
+    def quantization(self) -> str | None:
+        """What the folder's weights are stored in, where they are dequantized when loaded."""
+        quantization = self.config.get("quantization_config")
+        if not quantization:
+            return None
+        return str(quantization["quant_method"]).upper()
+
     def describe(self) -> str:
         """The structure in one line, each kind of layer once."""
         counts: dict[str, int] = {}
@@ -57,11 +74,16 @@ class HostedSpec(DecoderSpec):
             parts = [f"{block.name} ({block.kind})" for block in layer.blocks]
             kind = " + ".join(parts)
             counts[kind] = counts.get(kind, 0) + 1
-        kinds = [f"{count} layers of {kind}" for kind, count in counts.items()]
-        apart = self.structure.documents.replace("_", " ")
+        kinds: list[str] = []
+        for kind, count in counts.items():
+            kinds.append(f"{count} {'layer' if count == 1 else 'layers'} of {kind}")
+        apart = _DOCUMENTS[self.structure.documents]
+        stored = ""
+        if self.quantization is not None:
+            stored = f"; {self.quantization} weights, dequantized when they are loaded"
         return (
-            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; documents "
-            f"of a row are kept apart by {apart}"
+            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; {apart}"
+            f"{stored}"
         )
 
     def describe_own(self, own: OwnWeights) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,30 @@ from transformers.initialization import no_init_weights
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.twin import model_class_of
+from pipeline.log import get_logger
+from pipeline.model.from_hf import with_special_floats
+
+_logger = get_logger(__name__)
+
+
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization in a config.json that transformers undoes on a CPU while it loads."""
+
+
+def hf_config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of a base, from the entries of its config.json.
+
+    It is that of dequantized weights, whatever the folder holds.
+    """
+    plain = with_special_floats(dict(values))
+    plain.pop("quantization_config", None)
+    config: PretrainedConfig = CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
+    return config
 
 
 def hosted_config(spec: HostedSpec) -> PretrainedConfig:
     """transformers' configuration of the class that is built."""
-    values = dict(spec.config)
-    config: PretrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    return model_class_of(config)[1]
+    return model_class_of(hf_config_of(spec.config))[1]
 
 
 def build_base(spec: HostedSpec) -> nn.Module:
@@ -38,18 +56,25 @@ def build_base(spec: HostedSpec) -> nn.Module:
 
 
 def load_whole_base(folder: Path, spec: HostedSpec, dtype: torch.dtype) -> nn.Module:
-    """The base as any user loads it, on the CPU.
+    """The base as any user loads it, on the CPU; quantized weights are dequantized to `dtype`.
 
     Raises:
         BaseModelError: transformers cannot load the folder, or its weights do not fit config.json.
     """
     model_class = getattr(transformers, spec.structure.model_class)
+    config = hosted_config(spec)
+    if spec.quantization is not None:
+        wanted = str(dtype).removeprefix("torch.")
+        _logger.info("%s: %s weights, dequantized to %s", folder, spec.quantization, wanted)
+        # As an entry of the configuration: transformers' option for it would also replace the
+        # folder's list of modules that are not quantized.
+        config.quantization_config = {**spec.config["quantization_config"], "dequantize": True}
     # Its bars would tear ours, and fill the log of a job.
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = model_class.from_pretrained(
             folder,
-            config=hosted_config(spec),
+            config=config,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,

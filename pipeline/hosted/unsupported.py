@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import BaseModelError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.hosted.spec import HostedSpec
-from pipeline.model.spec import DecoderSpec
 
 _OR_NATIVE = "or take a base of a native family (docs/architectures.md)"
 
@@ -113,21 +112,4 @@ def _check_own_weights(method: ScaleMethod, spec: HostedSpec, hosted: str) -> No
         raise ConfigError(
             f"method.own_gains: expected norms with gains, found none from layer {first} on of "
             f"{hosted}; remove it, {_OR_NATIVE}"
-        )
-
-
-def check_native(spec: DecoderSpec, what: str, advice: str) -> None:
-    """Checks that a base is native, where only such a base will do.
-
-    Args:
-        spec: the base's.
-        what: what needs it, the beginning of the message.
-        advice: what to do with a hosted one, the end of the message.
-
-    Raises:
-        BaseModelError: it is a hosted one.
-    """
-    if isinstance(spec, HostedSpec):
-        raise BaseModelError(
-            f"{what}: not for a hosted base (model_type {spec.family}) yet; {advice}"
         )

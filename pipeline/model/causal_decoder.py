@@ -75,6 +75,10 @@ class CausalDecoder(nn.Module, ABC):
         """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
         it."""
 
+    @abstractmethod
+    def recomputed_layers(self) -> Iterator[nn.Module]:
+        """The layers that the backward pass computes again, with the base's part of each."""
+
     def modules_gathered_whole(self) -> Iterator[nn.Module]:
         """The modules whose parameters ZeRO-3 gathers all at once, those of their parts too.
 

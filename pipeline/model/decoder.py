@@ -3,7 +3,7 @@ SCALE."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -294,6 +294,11 @@ class Decoder(CausalDecoder):
             scale=self.spec.attention_scale,
             softcap=softcap,
         )
+
+    def recomputed_layers(self) -> Iterator[nn.Module]:
+        for layer in self.layers:
+            if self.is_checkpointed(layer):
+                yield layer
 
     def is_checkpointed(self, layer: nn.Module) -> bool:
         """Whether the backward pass recomputes `layer`, one of `layers`."""

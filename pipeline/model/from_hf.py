@@ -7,6 +7,7 @@ What it asks for and our decoder cannot do is a BaseModelError that names the en
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.expansion_folder import ExpansionFolder
-from pipeline.files.json_files import read_object
+from pipeline.files.json_files import parse_object
+from pipeline.files.reading import read_bytes
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, Config, hf_tensor
@@ -35,6 +38,8 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.([a-z.]+\.)?(weight|bias)$")
+_SPECIAL_FLOAT = "__float__"
+"""The key under which transformers 5 writes the name of an infinite number."""
 OWN_FORMATS = ("scale", "scale_hosted", "scale_combined", "scale_difference")
 """The `model_type` of folders that this package writes in a format of its own."""
 RESIDUAL_KEY = "widened_residual"
@@ -75,13 +80,43 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
         BaseModelError: the file is missing or damaged.
     """
     file = config_file(path)
+    advice = "copy the folder again"
     try:
-        return file, read_object(file, BaseModelError, "copy the folder again")
+        data = read_bytes(file, BaseModelError, advice)
+        return file, parse_object(_in_plain_json(data), file, BaseModelError, advice)
     except FileNotFoundError:
         model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
         raise BaseModelError(
             f"{file}: no such file; base must be a Hugging Face model folder"
         ) from None
+
+
+def _in_plain_json(data: bytes) -> bytes:
+    """`data` with infinite numbers as transformers 5 writes them: `{"__float__": "Infinity"}`.
+
+    Python's own writer, and so transformers 4, writes `Infinity`, which is not JSON (Mamba 2).
+    """
+    if b"Infinity" not in data and b"NaN" not in data:
+        return data
+
+    def tagged(name: str) -> dict[str, str]:
+        return {_SPECIAL_FLOAT: name}
+
+    try:
+        return orjson.dumps(json.loads(data, parse_constant=tagged))
+    except (ValueError, RecursionError):
+        return data  # the strict reader says what is wrong
+
+
+def with_special_floats(value: Any) -> Any:  # JSON
+    """`value` of a config.json with infinite numbers as numbers, which JSON does not have."""
+    if isinstance(value, list):
+        return [with_special_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_SPECIAL_FLOAT}:
+        return float(value[_SPECIAL_FLOAT])
+    return {name: with_special_floats(each) for name, each in value.items()}
 
 
 def read_spec(path: Path) -> DecoderSpec:
@@ -118,7 +153,8 @@ def _check_type(values: Mapping[str, Any]) -> None:
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
         raise BaseModelError(
-            "quantization_config: quantized weights are not supported; use the original model"
+            "quantization_config: a native base has no quantized weights; use the original model, "
+            "or base_code: transformers, which dequantizes FP8 and MXFP4"
         )
 
 

@@ -30,7 +30,6 @@ from pipeline.deepspeed_config import (
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
 from pipeline.hosted.decoder import HostedDecoder
-from pipeline.hosted.unsupported import check_native
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import FrozenBaseMethod
@@ -284,10 +283,14 @@ class Estimator:
         to partition. Experts over ranks are an alternative to it.
         """
         own = self.own_choice
+        recomputations = RECOMPUTATIONS
+        if not self.spec.is_native:
+            # Hosted layers keep nothing where they are recomputed.
+            recomputations = tuple(one for one in RECOMPUTATIONS if one[1] == "nothing")
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
         stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
-        for stage, tp_size, recomputation in product(stages, sorted(sizes), RECOMPUTATIONS):
+        for stage, tp_size, recomputation in product(stages, sorted(sizes), recomputations):
             choice = Choice(stage, tp_size, *recomputation)
             has_replicas = tp_size < self.cluster.gpus
             if stage == 1 or has_replicas or choice == own:
@@ -408,15 +411,14 @@ def estimator_of(
 ) -> Estimator:
     """The estimator of a run; in a run of several stages, of that which takes the most memory.
 
-    Memory is not estimated for a hosted base: there it is of the first stage. Its `stages` are the
-    estimators of all stages.
+    Its `stages` are the estimators of all stages.
     """
     stages: list[Estimator] = []
     for stage in training_stages(config):
         stages.append(Estimator(config, spec, deepspeed, cluster, stage))
     largest = stages[0]
-    if len(stages) > 1 and spec.is_native:
-        # A layout that is impossible is so in every stage, and is reported where it is estimated.
+    if len(stages) > 1:
+        # What is impossible is so in every stage, and is reported where it is estimated.
         with suppress(UserError):
             largest = max(stages, key=_bytes_of_own_choice)
     largest.stages = stages
@@ -474,12 +476,6 @@ def open_estimator(
     layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
     deepspeed = deepspeed_config_of(config, layout)
     spec = read_spec(source, config.base_code)
-    check_native(
-        spec,
-        "the estimate of memory and time",
-        "train a few steps, and read memory_peak_* and tokens_per_second_per_gpu in the run's "
-        "metrics.jsonl",
-    )
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 

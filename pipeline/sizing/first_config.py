@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from pipeline.config.method import OwnRows
+from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
-from pipeline.errors import DataError, LayoutError
+from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.hosted.bases import open_base
-from pipeline.hosted.unsupported import check_native
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.hub import model_folder
 from pipeline.installation import with_pages_found
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import Widths
+from pipeline.scale.plan import GATE_LAYER, Widths
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.meta_device import NotTracedError
 
 _SAMPLE_BYTES = 4 * 2**20
 _WIDER_BY = 1 / 8
@@ -149,15 +151,12 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """
     folder = model_folder(wanted.base)
     spec = open_base(folder).spec
-    check_native(
-        spec,
-        "config init",
-        "write the configuration by hand, as docs/architectures.md#hosted-bases shows",
-    )
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
     schedule, length = _schedule(learned, spec, cluster)
+    gated = wanted.gated and not _has_no_gate(spec)
+    wanted = replace(wanted, gated=gated)
     stages: list[dict[str, Any]] = []
     if wanted.new_chats:
         tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
@@ -190,7 +189,8 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if wanted.gated:
         config, values = _fitted_with_own_weights(values, spec, cluster)
     else:
-        values["method"] |= {"norm": "base"}  # which a merged export needs
+        if spec.is_native:
+            values["method"] |= {"norm": "base"}  # which a merged export needs
         config, values = _fitted(values, cluster)
     comments = {
         "data": _data_comment(values, learned, known) + _chats_comment(wanted, tokenizer),
@@ -274,16 +274,18 @@ def _method(spec: DecoderSpec) -> dict[str, Any]:
     base = spec.widths
     hidden_size = _multiple(_WIDER_BY * base.hidden_size)
     share = hidden_size / base.hidden_size
-    intermediate_size = _multiple(share * base.intermediate_size)
+    intermediate_size = _multiple(share * _inner_width(spec))
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
 
-    # The widths of the merged export, which pads some of them with zeros: train these, too.
-    whole = asdict(merged_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
-    added: dict[str, int] = {}
-    for name, width in asdict(base).items():
-        if name != "num_key_value_heads":  # it follows from the query heads
+    widths = Widths(hidden_size, intermediate_size, heads, kv_heads)
+    added = asdict(widths)
+    if spec.is_native:
+        # The widths of the merged export, which pads some of them with zeros: train these, too.
+        whole = asdict(merged_widths(widths, spec))
+        for name, width in asdict(base).items():
             added[name] = whole[name] - width
+    del added["num_key_value_heads"]  # it follows from the query heads
 
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
@@ -297,6 +299,8 @@ def _with_own_weights(
     With a mixture of experts there are no low-rank differences: its experts have none, and what
     those of attention alone gain was not measured.
     """
+    if isinstance(spec, HostedSpec):
+        return _hosted_with_own_weights(method, spec, with_rows=with_rows)
     gated = {
         **method,
         "l_fp": _GATED_L_FP,
@@ -309,6 +313,40 @@ def _with_own_weights(
     if spec.mixture is None:
         gated["low_rank"] = _LOW_RANK
     return gated
+
+
+def _hosted_with_own_weights(
+    method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
+) -> dict[str, Any]:
+    """As `_with_own_weights`, with those of the weights that a hosted base takes.
+
+    Its layers run once, so that W12 begins where the gate reads.
+    """
+    l_fp = min(GATE_LAYER, spec.num_layers - 1)
+    gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
+    own: dict[str, Any] = {"own_gains": True, "low_rank": _LOW_RANK}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    for name, value in own.items():
+        one_more = {**gated, name: value}
+        try:
+            check_hosted_method(ScaleMethod.model_validate(one_more), spec)
+        except ConfigError:
+            continue
+        gated = one_more
+    return gated
+
+
+def _has_no_gate(spec: DecoderSpec) -> bool:
+    """Whether nothing can close a hosted base: it has several residual streams, or one layer."""
+    if not isinstance(spec, HostedSpec):
+        return False
+    return not spec.structure.has_one_stream or spec.num_layers == 1
+
+
+def _inner_width(spec: DecoderSpec) -> int:
+    """The inner width of the base's FFN; four times its hidden size where it tells none."""
+    return spec.widths.intermediate_size or 4 * spec.widths.hidden_size
 
 
 def _multiple(width: float) -> int:
@@ -360,8 +398,8 @@ def _fitted_with_own_weights(
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `_fitted`.
 
-    Open tokens have rows of their own unless the vocabulary is extended, whose new tokens have
-    rows already, or the base then does not fit: in a large vocabulary they are the most memory.
+    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
+    measured, or the base then does not fit: in a large vocabulary they are the most memory.
     """
     with_rows = _with_own_weights(values["method"], spec, with_rows=True)
     without_rows = _with_own_weights(values["method"], spec, with_rows=False)
@@ -391,7 +429,12 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
-            memory, _ = estimator.memory(estimator.own_choice)
+            try:
+                memory, _ = estimator.memory(estimator.own_choice)
+            except NotTracedError:
+                # The dry run says so. The smallest micro-batch is likeliest to fit.
+                fitted = merged(values, {"schedule": {"micro_batch_size": 1}})
+                return parse_config(fitted, source="the proposed configuration"), fitted
             if memory.total <= cluster.recommended_bytes:
                 return config, fitted
     raise LayoutError(
@@ -408,7 +451,7 @@ def _as_yaml(
     learned: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where each section's values come from: those given, and more."""
+    """The settings with comments on where each section's values come from, besides those given."""
     comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
@@ -417,11 +460,7 @@ def _as_yaml(
             "`scale-cpt config show`."
         ),
         "method": _method_comment(values, spec),
-        "gate": (
-            "Fitted after training: text on which it stays closed gets the base's own logits "
-            "(docs/gate.md).\n"
-            "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
-        ),
+        "gate": _gate_comment(spec),
         "schedule": _schedule_comment(values, learned),
         "deepspeed": (
             f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
@@ -446,18 +485,37 @@ def _as_yaml(
     return text.lstrip("\n")
 
 
+def _gate_comment(spec: DecoderSpec) -> str:
+    comment = (
+        "Fitted after training: text on which it stays closed gets the base's own logits "
+        "(docs/gate.md)."
+    )
+    if not spec.is_native:
+        return comment
+    return (
+        f"{comment}\n"
+        "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
+    )
+
+
 def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     base = spec.widths
     added = values["method"]["expansion"]
     hidden = f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}"
-    ffn_share = added["intermediate_size"] / base.intermediate_size
-    ffn = f"FFN {base.intermediate_size} by {ffn_share:.0%}"
+    inner = _inner_width(spec)
+    ffn = f"FFN {inner} by {added['intermediate_size'] / inner:.0%}"
     heads_share = added["num_attention_heads"] / base.num_attention_heads
     heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
     comment = (
         f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
         "a small base's by what servers can split.\n"
     )
+    if isinstance(spec, HostedSpec):
+        comment = (
+            f"transformers computes this base ({spec.structure.model_class}), and the expansion "
+            "stands beside its blocks\n(docs/architectures.md#hosted-bases): "
+            f"{hidden}, {ffn}, {heads}.\n"
+        )
     l_fp = values["method"]["l_fp"]
     if "gate" not in values:
         return (
@@ -465,10 +523,18 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
             + f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
         )
     own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
+    if not own:
+        return comment + (
+            f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
+            "tokens read the new blocks.\nSuch a run leaves in the format scale."
+        )
+    twice = ""
+    if spec.is_native:
+        twice = " The layers below the gate run twice."
     return comment + (
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
-        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md). The "
-        "layers below the gate run twice.\nSuch a run leaves in the format scale."
+        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
+        f"{twice}\nSuch a run leaves in the format scale."
     )
 
 

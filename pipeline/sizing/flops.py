@@ -22,6 +22,7 @@ from pipeline.methods import build_model
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.meta_device import NotTracedError, foreign_code_traced
 from pipeline.sizing.micro_batch import KnownSizes
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
@@ -134,7 +135,7 @@ def count_flops(
     for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
         if share == 0:
             continue
-        with _FlopCount() as count:
+        with foreign_code_traced(meta_model.spec), _FlopCount() as count:
             total_loss = meta_model(tokens, tokens, None, None, kl_sequences, kl_sequences).total
             if torch.is_grad_enabled():
                 total_loss.backward()
@@ -183,10 +184,10 @@ def count_served_flops(
         gate_layer: the layer before which the gate reads; the number of layers: after the last.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
-    with _FlopCount() as closed:
+    with foreign_code_traced(meta_model.spec), _FlopCount() as closed:
         meta_model.logits(tokens, path="base")
     meta_model.gate = _OpenGate(gate_layer)
-    with _FlopCount() as opened:
+    with foreign_code_traced(meta_model.spec), _FlopCount() as opened:
         meta_model.logits(tokens)
     meta_model.gate = None
     return ServedFlops(
@@ -262,11 +263,14 @@ def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None)
     """The model FLOPs utilisation (MFU) of one token per second on one device.
 
     Frozen parts count for what is computed of them; recomputation by activation checkpointing does
-    not count. None where the device's `peak` is unknown.
+    not count. None where the device's `peak` is unknown, or the FLOPs of a hosted base.
     """
-    if peak is None or not spec.is_native:
-        return None  # the FLOPs of a hosted base are not counted yet
+    if peak is None:
+        return None
     with torch.device("meta"):
         model = build_model(config, spec, SINGLE, "none")
-    flops = count_flops(model, config.data.sequence_length, config.data.kl_fraction)
+    try:
+        flops = count_flops(model, config.data.sequence_length, config.data.kl_fraction)
+    except NotTracedError:
+        return None
     return flops.total / peak

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
+from pipeline.hosted.decoder import HostedDecoder
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
@@ -37,6 +38,7 @@ from pipeline.parallel.sharding import (
     partition_of,
 )
 from pipeline.parallel.topology import ALL_EXPERTS, ExpertParallel, TensorParallel
+from pipeline.sizing.meta_device import foreign_code_traced, value_without_data
 
 
 class ParameterUse(NamedTuple):
@@ -70,6 +72,7 @@ class MicroBatchCosts:
         loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
             that the loss computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
+        backward_bytes: the most that the backward pass holds in addition to `activation_bytes`.
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
             and output.
         expert_payload_bytes: likewise of messages between the ranks that share experts.
@@ -80,6 +83,7 @@ class MicroBatchCosts:
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     payload_bytes: Counter[tuple[int, str]]
     expert_payload_bytes: Counter[tuple[int, str]]
     parameters: tuple[ParameterUse, ...]
@@ -125,6 +129,7 @@ def measure_micro_batch(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+        NotTracedError: transformers' code of a hosted base does not run without data.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     expert_payload_bytes: Counter[tuple[int, str]] = Counter()
@@ -139,7 +144,6 @@ def measure_micro_batch(
     )
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing, kept_results)
-    assert isinstance(model, Decoder), "memory is not estimated for a hosted base"
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -174,6 +178,7 @@ def measure_micro_batch(
         activation_bytes=passed.activation_bytes,
         loss_bytes=passed.loss_bytes,
         temporary_bytes=passed.temporary_bytes,
+        backward_bytes=passed.backward_bytes,
         payload_bytes=sent,
         expert_payload_bytes=sent_by_experts,
         parameters=tuple(uses),
@@ -188,6 +193,7 @@ class _Pass(NamedTuple):
         activation_bytes: see `MicroBatchCosts`.
         loss_bytes: see `MicroBatchCosts`.
         temporary_bytes: see `MicroBatchCosts`.
+        backward_bytes: see `MicroBatchCosts`.
         read_again: the parameters of modules whose outputs have a gradient.
         recomputed: the frozen parameters of layers that ran again for the backward pass.
     """
@@ -195,6 +201,7 @@ class _Pass(NamedTuple):
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     read_again: set[nn.Parameter]
     recomputed: set[nn.Parameter]
 
@@ -221,7 +228,7 @@ def _use_of(
     )
 
 
-def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
+def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     """Runs a micro-batch of which `kl_sequences` sequences train by KL(base || model)."""
     rows = config.schedule.micro_batch_size
     tokens = torch.zeros(rows, config.data.sequence_length, dtype=torch.long, device="meta")
@@ -235,7 +242,10 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
     activations = 0
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
-    checkpointed = {layer for layer in model.layers if model.is_checkpointed(layer)}
+    checkpointed = set(model.recomputed_layers())
+    # x_up passes through every layer of a hosted base, and trains: all of them run again. Outputs
+    # of the base's own modules do not show it.
+    always_runs_again = isinstance(model, HostedDecoder)
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
@@ -244,10 +254,10 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
         live.peak = live.now
 
     def after(module: nn.Module, _: object, outputs: object) -> None:
-        if not _has_gradient(outputs):
-            return
-        read_again.update(module.parameters(recurse=False))
-        if module in checkpointed:
+        has_gradient = _has_gradient(outputs)
+        if has_gradient:
+            read_again.update(module.parameters(recurse=False))
+        if module in checkpointed and (has_gradient or always_runs_again):
             for weight in module.parameters():
                 if not weight.requires_grad:
                     recomputed.add(weight)
@@ -262,14 +272,17 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
-        with live:
+        with foreign_code_traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
+            live.peak = live.now
             losses.total.backward()
+            backward = live.peak - activations
     return _Pass(
         activation_bytes=activations,
         loss_bytes=loss,
-        temporary_bytes=max(forward_peak, live.peak) - activations - loss,
+        temporary_bytes=max(forward_peak - activations, loss, backward) - loss,
+        backward_bytes=backward,
         read_again=read_again,
         recomputed=recomputed,
     )
@@ -308,6 +321,8 @@ class KnownSizes(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if operation is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return value_without_data(args[0])
         # The default type belongs to it, because factories such as `zeros` take it.
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)

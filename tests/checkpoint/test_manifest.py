@@ -10,6 +10,7 @@ from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     BaseRecord,
     CheckpointManifest,
+    Fp8Record,
     LayoutRecord,
     Position,
     RunRecord,
@@ -58,6 +59,20 @@ def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_p
         match=r"data\.corpora\.own\.sample\.temperature \(expected 0\.7, found 1\.0\)",
     ):
         check_same_run(manifest(saved), tmp_path, record())
+
+
+def test_another_scaling_of_a_base_in_fp8_is_another_base(tmp_path):
+    """A checkpoint without the entry is from when bases in fp8 had a scale for each row."""
+    saved = record().model_dump(mode="json") | {"base_precision": "fp8"}
+    del saved["fp8"]
+    earlier = manifest(RunRecord.model_validate(saved))
+    by_rows = record().model_copy(update={"base_precision": "fp8"})
+    check_same_run(earlier, tmp_path, by_rows)
+    by_tensor = by_rows.model_copy(update={"fp8": Fp8Record(scaling="tensor")})
+    with pytest.raises(
+        CheckpointError, match=r"another fp8\.scaling \(expected 'row', found 'tensor'\)"
+    ):
+        check_same_run(earlier, tmp_path, by_tensor)
 
 
 def test_settings_under_their_earlier_names_are_the_same(tmp_path):

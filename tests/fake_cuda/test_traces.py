@@ -34,6 +34,8 @@ QUICK = [
     # Window, soft-capping, parallel residual, experts.
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
+    # vLLM's class, up to its attention.
+    *(f"vllm/{options}" for options in ("adapt", "adapt/gate", "route/gate")),
 ]
 # torch.compile traces each layer, with FlexAttention's masks and scores.
 COMPILED = ["adapt/gemma2/compiled"]

@@ -52,6 +52,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.micro_batch import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
+from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.widened import METHODS, SEED, Watched, scale_settings
 
 ROOT = Path(__file__).parents[2]
@@ -166,13 +167,20 @@ def gate_of(model: Decoder) -> FittedGate:
     return FittedGate(1, "token+running_mean", 0 * vector, vector, vector, 0.0, 0.0)
 
 
+def _export_config(case: Case) -> ScaleConfig:
+    """An exported model: METHOD in place of the base of a case, and perhaps a gate."""
+    options: dict[str, Any] = {}
+    if case.base == "route":
+        options["routed"] = True
+    if "gate" in case.options:
+        options["gate_layer"] = 1
+    return ScaleConfig(l_fp=1, **options)
+
+
 def export_step(case: Case) -> Callable[[], object]:
     """A token after a text, by an exported model with a cache of fixed size: what a CUDA graph
     captures."""
-    options = {"routed": True} if case.base == "route" else {}
-    if "gate" in case.options:
-        options["gate_layer"] = 1
-    config = ScaleConfig(l_fp=1, **options)
+    config = _export_config(case)
     with DEVICE:
         model = ScaleForCausalLM(config).eval()
         tokens = torch.zeros(1, 24, dtype=torch.long)
@@ -188,6 +196,29 @@ def export_step(case: Case) -> Callable[[], object]:
             model(token, past_key_values=cache)
 
     return decode
+
+
+def vllm_step(case: Case) -> Callable[[], object]:
+    """The logits of new tokens by the class for vLLM, which captures it in CUDA graphs; its
+    attention is a stand-in."""
+    config = _export_config(case)
+    with with_stand_ins() as module, DEVICE:
+        served = module.ScaleForVllm(vllm_config=vllm_config(config)).eval()
+        tokens = torch.zeros(24, dtype=torch.long)
+        positions = torch.zeros_like(tokens)
+
+    @torch.no_grad()
+    def serve() -> None:
+        served.compute_logits(served(tokens, positions))
+
+    return serve
+
+
+SERVED: dict[str, Callable[[Case], Callable[[], object]]] = {
+    "export": export_step,
+    "vllm": vllm_step,
+}
+"""Exported models, by what serves them."""
 
 
 def training_step(case: Case, spec: DecoderSpec) -> Callable[..., object]:
@@ -287,7 +318,7 @@ class Faults:
             self.found.append(f"{what}: {where}")
             return
         stack = traceback.extract_stack() if frames is None else frames
-        ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "pipeline")]
+        ours = [frame for frame in stack if _is_ours(frame.filename)]
         # What is compiled on a GPU evaluates masks and scores block by block; and which kernel
         # torch takes for rows of one document depends on the kernels that it was built with. `make
         # gpu` sees both.
@@ -299,6 +330,12 @@ class Faults:
                 f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
             )
         self.found.append(f"{what}: {where}")
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file is code of the project that runs on GPUs."""
+    path = Path(file)
+    return path.is_relative_to(ROOT / "pipeline") or path.is_relative_to(ROOT / "serving")
 
 
 def last_line(stack: str) -> str | None:
@@ -318,7 +355,7 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
         patch.setattr(attention, "_compiled", lambda function: function)
         patch.setattr(experts, "has_grouped_product", lambda device, dtype: True)
         patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
-        if case.method == "export":
+        if case.method in SERVED:
             # A graph is captured of a compiled model, which decides nothing on the host.
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         yield
@@ -326,14 +363,18 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
 
 def traced(case: Case) -> Faults:
     """The faults of a case in its second step: the first also makes what later ones keep."""
-    spec = None if case.method in ("export", "muon") else spec_of(case)
+    spec = None
+    if case.method not in (*SERVED, "muon"):
+        spec = spec_of(case)
     faults = Faults()
     with FakeTensorMode(), as_on_a_gpu(case):
         try:
             if spec is not None:
                 run = training_step(case, spec)
+            elif case.method == "muon":
+                run = muon_step()
             else:
-                run = export_step(case) if case.method == "export" else muon_step()
+                run = SERVED[case.method](case)
             if "compiled" in case.options:
                 # The graphs of earlier cases count towards the compiler's limit.
                 torch._dynamo.reset()

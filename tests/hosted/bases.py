@@ -95,6 +95,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 PARTLY_FP32: dict[str, tuple[str, dict[str, Any]]] = {
+    # Experts of multiples of 32 channels, as its 4 bits need them; attention sinks.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+        },
+    ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {"moe_intermediate_size": 20, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1},

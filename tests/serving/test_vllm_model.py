@@ -4,15 +4,10 @@ kernels' place."""
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from pipeline.hf.load import load_hf_model
@@ -22,77 +17,24 @@ from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.conversion.test_combined import BASE_TOKENS, export
 from tests.gating.gates import random_gate
+from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full
 
-PACKAGE = Path(__file__).parents[2] / "serving" / "scale_cpt_serving"
-
-
-class ExactAttention(torch.nn.Module):
-    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text shorter than any
-    window."""
-
-    def __init__(self, num_heads, head_size, scale, num_kv_heads, logits_soft_cap=None, **_):
-        super().__init__()
-        self.heads, self.kv_heads, self.size, self.scale = num_heads, num_kv_heads, head_size, scale
-        self.softcap = logits_soft_cap
-
-    def forward(self, query, key, value):
-        query = query.view(1, -1, self.heads, self.size).transpose(1, 2)
-        key, value = (
-            heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value)
-        )
-        if self.softcap is None:
-            found = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
-            )
-        else:
-            key, value = (
-                heads.repeat_interleave(self.heads // self.kv_heads, dim=1)
-                for heads in (key, value)
-            )
-            scores = self.softcap * torch.tanh(query @ key.mT * self.scale / self.softcap)
-            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            found = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
-        return found.transpose(1, 2).reshape(-1, self.heads * self.size)
-
 
 @pytest.fixture
-def vllm_model(monkeypatch):
+def vllm_model():
     """The module, without registering anything with transformers."""
-    loading = {"default_weight_loader": lambda parameter, tensor: parameter.data.copy_(tensor)}
-    modules = {
-        "vllm": {},
-        "vllm.config": {"VllmConfig": object},
-        "vllm.model_executor": {},
-        "vllm.model_executor.layers": {},
-        "vllm.model_executor.layers.attention": {"Attention": ExactAttention},
-        "vllm.model_executor.model_loader": {},
-        "vllm.model_executor.model_loader.weight_utils": loading,
-        "scale_cpt_serving": {"__path__": [str(PACKAGE)]},
-    }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        module.__dict__.update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in [name for name in sys.modules if name.startswith("scale_cpt_serving.")]:
-        monkeypatch.delitem(sys.modules, name)
-    yield importlib.import_module("scale_cpt_serving.vllm_model")
-    for name in [name for name in sys.modules if name.startswith("scale_cpt_serving.")]:
-        del sys.modules[name]
+    with with_stand_ins() as module:
+        yield module
 
 
 def built(vllm_model, folder, loaded):
     """The class for vLLM in the type of `loaded`, the same folder in transformers, filled as vLLM
     does."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=copy.deepcopy(loaded.config), model="exported"),
-        parallel_config=SimpleNamespace(world_size=1),
-        quant_config=None,
-        cache_config=None,
-    )
+    config = vllm_config(copy.deepcopy(loaded.config))
     with default_dtype(loaded.dtype):  # as vLLM builds a model
         served = vllm_model.ScaleForVllm(vllm_config=config)
     assert len(served.load_weights(load_file(folder / "model.safetensors").items())) > 50

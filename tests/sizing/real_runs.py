@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config.run import RunConfig, load_config
+from pipeline.model import output
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
@@ -142,7 +144,9 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
         None
     )  # there are no others
     spec = read_spec(config.base)  # from numbers, which such tensors have not
-    with FakeTensorMode(allow_non_fake_inputs=True), _Simulation() as live:
+    # To torch the tensors are a CPU's. The loss takes the chunks of a GPU, for which the estimate is.
+    as_on_a_gpu = patch.object(output, "CHUNK_ELEMENTS", output.GPU_CHUNK_ELEMENTS)
+    with as_on_a_gpu, FakeTensorMode(allow_non_fake_inputs=True), _Simulation() as live:
         return _steps(config, live, spec)
 
 

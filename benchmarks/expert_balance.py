@@ -99,6 +99,7 @@ def measure(rounds: int, output: Path) -> None:
         )
     if dist.get_rank() == 0:
         output.write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()  # the launcher ends ranks that end long after the first
 
 
 def main() -> None:

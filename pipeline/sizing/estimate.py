@@ -299,7 +299,8 @@ class Estimator:
         own_groups = own.tp_size, own.expert_size
         if own.expert_size > 1 and own_groups not in groups:
             groups.append(own_groups)
-        for stage, (tp_size, expert_size) in product(stages, groups):
+        # ZeRO-3 is refused with experts over ranks: see `zero3_unsupported_reason`.
+        for stage, (tp_size, expert_size) in product((1, 2), groups):
             for recomputation in RECOMPUTATIONS:
                 yield Choice(stage, tp_size, *recomputation, expert_size)
 

@@ -29,9 +29,9 @@ STEPS = 3
 SHARED = {"parallel__expert_size": 2}
 PADDED = {**SHARED, "parallel__padded_experts": True}
 RUNS: dict[str, dict[str, Any]] = {
-    "preserve": {"zero": 3, **SHARED},
+    "preserve": {"zero": 2, **SHARED},
     "adapt": {"zero": 1, **PADDED, "activation_checkpointing": "all", "data__replay_loss": "kl"},
-    "route": {"zero": 3, **PADDED, "activation_checkpointing": "all"},
+    "route": {"zero": 1, **PADDED, "activation_checkpointing": "all"},
     "lora": {"zero": 2, **PADDED, "base_precision": "nf4"},
 }
 ALONE = {"parallel__expert_size": 1, "parallel__padded_experts": False}
@@ -84,10 +84,9 @@ def test_it_trains_as_with_all_experts_on_every_rank(runs, name):
     assert metrics(folder / "resumed" / name) == metrics(folder / "shared" / name)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_each_rank_holds_its_experts_and_keeps_the_base(runs, tmp_path, zero):
+def test_each_rank_holds_its_experts_and_keeps_the_base(runs, tmp_path):
     _, tokens, base = runs
-    settings = {"base": base, **settings_of("adapt"), "zero": zero}
+    settings = {"base": base, **settings_of("adapt")}
     config = make_run(tmp_path, tokens, **settings)
     assert run_ranks(held_experts, 2, config) == [(3, 0.0)] * 2
 

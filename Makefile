@@ -15,7 +15,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation serve-check bench-sampling bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -99,6 +99,9 @@ bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other 
 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
 	$(BIN)/python -m benchmarks.generation_speed --json benchmarks/out/generation.json
+
+bench-precision: $(STAMP)  ## what bf16 and int8 weights change of an export's perplexity and gate (EXPORT=path; TEXT=file: another than the demo's English)
+	$(BIN)/python -m benchmarks.export_precision --json benchmarks/out/precision.json "$(or $(EXPORT),exported)" $(if $(TEXT),--text "$(TEXT)")
 
 serve-check: $(STAMP)  ## a merged export and its base through llama.cpp, f16 and Q8_0 (LLAMA_CPP=a built checkout EXPORT=path BASE=path; TEXT=file: another than the demo's)
 	$(BIN)/python -m benchmarks.serve_check --json benchmarks/out/serve_check.json --llama-cpp "$(LLAMA_CPP)" --export "$(or $(EXPORT),exported)" $(if $(BASE),--base "$(BASE)") $(if $(TEXT),--text "$(TEXT)")

@@ -9,7 +9,8 @@ streams, without a gate, with one that never opens and with one that opens at on
 expansions by an eighth beside each other, none or one of which opens; without any width, what open
 tokens have of their own: rows, gains and differences of rank 16; and a packed difference of all
 weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
-process, and the fastest turn of each counts, so that load on the machine changes little. The scale
+process, and the fastest turn of each counts, by the clock and by processor time: the second holds on
+a machine that other processes share. The scale
 format's models have the base's own matrices, in one memory: the same product takes up to a fifth
 longer where the weights lie on other pages. A turn generates --new-tokens tokens after
 --prompt-tokens, for each of --batch texts. In a batch, the gate also opens for one of them alone.
@@ -17,7 +18,6 @@ longer where the weights lie on other pages. A turn generates --new-tokens token
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.results import Row, in_turns, make_parser, print_rows, write_rows
+from benchmarks.results import (
+    Elapsed,
+    Row,
+    Stopwatch,
+    in_turns,
+    make_parser,
+    print_rows,
+    write_rows,
+)
 from pipeline import command_line
 from pipeline.combination.combine import base_entries
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
@@ -191,9 +199,9 @@ def _differences(base: dict[str, Any], layers: int, features: str) -> dict[str, 
 
 
 @torch.no_grad()
-def seconds(
+def turn(
     name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int, batch: int
-) -> float:
+) -> Elapsed:
     """The time that one turn takes."""
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
         # Of several expansions the first one's opens.
@@ -201,15 +209,17 @@ def seconds(
             part for part in model.modules() if isinstance(part, ScaleGate)
         ):
             gate.threshold = threshold if index == 0 else THRESHOLDS["gate shut"]
-    prompt, start = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1), time.perf_counter()
+    prompt = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1)
     if name.endswith("one open"):
         prompt[0, -1] = OPENING
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    watch = Stopwatch()
     found = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits
     )
+    elapsed = watch.elapsed()
     assert found.shape[1] == prompt.shape[1] + new_tokens
-    return time.perf_counter() - start
+    return elapsed
 
 
 def measure(
@@ -221,24 +231,30 @@ def measure(
 ) -> list[Row]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
-        seconds(name, model, 2, prompt_tokens, batch)  # warms up: memory, threads
+        turn(name, model, 2, prompt_tokens, batch)  # warms up: memory, threads
     taken = in_turns(
         {
-            name: partial(seconds, name, model, new_tokens, prompt_tokens, batch)
+            name: partial(turn, name, model, new_tokens, prompt_tokens, batch)
             for name, model in made.items()
         },
         turns,
     )
-    return [
-        {
-            "model": name,
-            "parameters": sum(parameter.numel() for parameter in made[name].parameters()),
-            "seconds": min(own),
-            "tokens_per_second": batch * new_tokens / min(own),
-            "ratio_to_base": min(own) / min(taken["base"]),
-        }
-        for name, own in taken.items()
-    ]
+    seconds = {name: min(one.seconds for one in own) for name, own in taken.items()}
+    cpu_seconds = {name: min(one.cpu_seconds for one in own) for name, own in taken.items()}
+    rows: list[Row] = []
+    for name, model in made.items():
+        rows.append(
+            {
+                "model": name,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "seconds": seconds[name],
+                "cpu_seconds": cpu_seconds[name],
+                "tokens_per_second": batch * new_tokens / seconds[name],
+                "ratio_to_base": seconds[name] / seconds["base"],
+                "ratio_to_base_cpu": cpu_seconds[name] / cpu_seconds["base"],
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -259,6 +275,7 @@ def main() -> None:
     )
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
+    add("--model", nargs="+", metavar="NAME", help="beside the base; default: all of the table")
     options = parser.parse_args()
     step = 2 * HEAD_DIM * max(SHARES)
     if options.hidden_size % step:
@@ -271,6 +288,11 @@ def main() -> None:
     made = models(*sizes, dtype, features=options.gate_features)
     if options.batch == 1:
         made = {name: model for name, model in made.items() if not name.endswith("one open")}
+    if options.model:
+        unknown = sorted(set(options.model) - made.keys())
+        if unknown:
+            parser.error(f"--model: expected some of {', '.join(made)}; found {', '.join(unknown)}")
+        made = {name: model for name, model in made.items() if name in ("base", *options.model)}
     rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens, options.batch)
     print_rows(rows)
     write_rows(options, rows)

@@ -14,7 +14,8 @@ rank 16 on every linear map, for which `peft_lora_16` is PEFT's LoRA of that ran
 
 Other processes on the machine lengthen some steps more than others: beside load, compare the least
 time of a step (`seconds_min`) or, with --cpu, its processor time over all threads, and not the
-median (`seconds_per_step`).
+median (`seconds_per_step`). Processor time with several threads counts those that wait for the
+others, too: on a shared machine take --threads 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import BASES, STORIES, Row, eighth_of, make_parser, print_rows, write_rows
+from benchmarks.results import (
+    BASES,
+    STORIES,
+    Elapsed,
+    Row,
+    Stopwatch,
+    eighth_of,
+    make_parser,
+    print_rows,
+    write_rows,
+)
 from pipeline import command_line
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import BasePrecision
@@ -238,13 +249,6 @@ def flops_per_token(method: str, shape: Shape) -> float:
     return flops.matrix + flops.attention / 2
 
 
-class StepTime(NamedTuple):
-    """The time of one step: by the clock, and of the processors that this process used."""
-
-    seconds: float
-    cpu_seconds: float
-
-
 class Contender:
     """A variant's model, and what its turns showed.
 
@@ -259,7 +263,7 @@ class Contender:
         self.shape = shape
         self.device = device
         self.dtype = dtype
-        self.steps: list[StepTime] = []
+        self.steps: list[Elapsed] = []
         self.peak_gib: float | None = None
         self.fault = ""
         if variant.liger:
@@ -326,7 +330,7 @@ class Contender:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @torch.no_grad()
-    def _prepare(self) -> Callable[[], StepTime]:
+    def _prepare(self) -> Callable[[], Elapsed]:
         """Gives the parameters memory and random values. Returns what makes and times a step."""
         assert self.model is not None
         for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
@@ -338,10 +342,9 @@ class Contender:
         masters = [own.detach().float() for own in trained] if has_masters else trained
         optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
-        def step() -> StepTime:
+        def step() -> Elapsed:
             self._synchronize()
-            started = time.perf_counter()
-            cpu_started = time.process_time()
+            watch = Stopwatch()
             with torch.enable_grad():
                 self._loss().backward()
             with torch.no_grad():
@@ -355,11 +358,7 @@ class Contender:
                 if has_masters:
                     torch._foreach_copy_(trained, masters)
             self._synchronize()
-            return StepTime(
-                seconds=time.perf_counter() - started,
-                # Of all threads of the process: what other processes do does not count.
-                cpu_seconds=time.process_time() - cpu_started,
-            )
+            return watch.elapsed()
 
         return step
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import table
@@ -21,6 +22,29 @@ ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "configs" / "bases"
 STORIES = ROOT / "examples" / "data" / "models" / "stories260K"
 _Found = TypeVar("_Found")
+
+
+class Elapsed(NamedTuple):
+    """The time that something took: by the clock, and of the processors that this process used."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process: what other processes do hardly counts."""
+
+
+class Stopwatch:
+    """Measures from where it is made on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._cpu_started = time.process_time()
+
+    def elapsed(self) -> Elapsed:
+        """The time since then."""
+        return Elapsed(
+            seconds=time.perf_counter() - self._started,
+            cpu_seconds=time.process_time() - self._cpu_started,
+        )
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:

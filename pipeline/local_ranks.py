@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 
 from pipeline import log
+from pipeline.processes import stop_with_parent
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_EVERY_S = 0.1
@@ -67,7 +69,14 @@ def run_ranks(command: Sequence[str], count: int) -> int:
             environment["MASTER_PORT"] = str(port)
             # In this process's group: Ctrl-C in a terminal reaches all of them, and a kill of the
             # group leaves none.
-            ranks.append(subprocess.Popen([sys.executable, *command], env=environment))
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env=environment,
+                    # They save and end where SIGKILL ends this process.
+                    preexec_fn=partial(stop_with_parent, os.getpid()),
+                )
+            )
         # The watchdog of the other ranks ends them within seconds; what is left then hangs in a
         # system call.
         grace_s = float(os.environ.get("EXIT_GRACE_S", "15"))
@@ -145,4 +154,7 @@ def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 if __name__ == "__main__":
     log.configure()
+    if "STAGE" in os.environ:
+        # A stage of slurm/cpt_korean.sh: it stops with the script.
+        stop_with_parent(os.getppid())
     sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from functools import lru_cache
 from pathlib import Path
 
 _UTF8_MODE = "PYTHONUTF8"
+_PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) that names the signal."""
 
 
 def use_utf8() -> None:
@@ -29,6 +33,21 @@ def machine() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def stop_with_parent(parent: int) -> None:
+    """Has this process stopped by SIGTERM when its parent ends, however that ends, on Linux.
+
+    Otherwise a parent that SIGKILL ends leaves it behind. Elsewhere than on Linux nothing happens.
+
+    Args:
+        parent: the process id of the parent, which may have ended already.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def process_exists(pid: int) -> bool:

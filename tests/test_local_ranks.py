@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from pipeline.local_ranks import FORWARDED, run_ranks
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 # Rank 1 fails in its own way; the others abort when they see that it is gone, as NCCL does.
 PROGRAM = """
@@ -40,3 +43,33 @@ def test_an_abort_without_another_fault_counts():
     before = [signal.getsignal(number) for number in FORWARDED]
     assert run_ranks(["-c", "import os; os.abort()"], 1) == 134
     assert [signal.getsignal(number) for number in FORWARDED] == before
+
+
+# Says that it runs, and at SIGTERM that it was asked to stop.
+STOPS = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def stop(number, frame):
+    (folder / f"stopped {rank}").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+(folder / f"runs {rank}").touch()
+time.sleep(600)
+"""
+LAUNCHER = """
+import sys
+from pipeline.local_ranks import run_ranks
+run_ranks(["-c", *sys.argv[1:]], 2)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a signal of Linux")
+def test_a_launcher_that_is_killed_leaves_no_rank(tmp_path):
+    def both(what: str) -> bool:
+        return all(Path(tmp_path / f"{what} {rank}").exists() for rank in (0, 1))
+
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, STOPS, str(tmp_path)])
+    assert wait_until(lambda: both("runs"))
+    launcher.kill()
+    launcher.wait()
+    assert wait_until(lambda: both("stopped"))

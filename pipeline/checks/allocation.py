@@ -402,5 +402,8 @@ def check_corpora(allocation: Allocation) -> Finding:
         for text in texts:
             faults.append(Fault(f"{text} (seen on {nodes[rank]})"))
     result = "are damaged" if faults else "are those that were written"
+    token_bytes = sum(corpus.token_bytes for corpus in corpora)
     sampled = f"{SAMPLED_BYTES // 2**20} MiB of tokens"
+    if token_bytes <= SAMPLED_BYTES:
+        sampled = f"all tokens ({token_bytes / 2**20:,.1f} MiB)"
     return Finding(f"corpora: sizes, indexes and {sampled} {result}", faults)

@@ -31,6 +31,7 @@ from pipeline.data.tokenize.corpora import (
 from pipeline.data.tokenize.disk_space import corpus_bytes
 from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files.disk_space import free_bytes, held_bytes
@@ -122,6 +123,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         estimator = estimator_of(config, spec, deepspeed, cluster)
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
+        rows += _launch_rows(cluster)
         rows.append(("parameters", str(estimator.parameters)))
         figures["parameters"] = asdict(estimator.parameters)
         if estimator.has_uncounted_rows:
@@ -150,11 +152,11 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         figures["groups"] = [asdict(row) for row in groups]
     if config.stages:
         rows += _training_stage_rows(inputs)
-    rows += _step_rows(config, estimator, estimate, cluster)
+    rows += _step_rows(inputs, estimator, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
     rows += _own_weight_rows(config, spec)
-    rows.append(("stages", ", ".join(_stages(config))))
+    rows.append(("job stages", ", ".join(_job_stages(config))))
     if spec is not None:
         expansion = None
         if isinstance(config.method, (ScaleMethod, Lora)):
@@ -190,7 +192,7 @@ def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
         "tokens_per_step": stages[0].tokens_per_step,
         "tokens": tokens_after(stages, steps),
         "training_stages": of_stages,
-        "stages": list(_stages(config)),
+        "stages": list(_job_stages(config)),
         "parameters": None,
         "layout": None,
         "groups": None,
@@ -248,6 +250,18 @@ def _not_run_by_vllm(
         if layer.rotary is not None and layer.rotary.context is not None:
             return "rotary frequencies that change with a text's length"
     return None
+
+
+def _launch_rows(cluster: Cluster) -> Iterator[Row]:
+    """How the ranks of a plan for one machine are started: not by the plain command, which trains
+    as one rank.
+    """
+    if cluster.nodes == 1 and cluster.gpus > 1:
+        yield (
+            "launch",
+            f"NPROC={cluster.gpus} bash slurm/cpt_korean.sh, or scale-cpt train --ranks "
+            f"{cluster.gpus}; without --ranks or a launcher, scale-cpt train is one rank",
+        )
 
 
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
@@ -411,7 +425,7 @@ def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
         text += f"; weights {', '.join(read)}"
         if stage.passage_steps:
             text += f", after a passage of {stage.passage_steps:,} steps"
-        yield "training", text
+        yield "training stage", text
 
 
 def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
@@ -422,19 +436,20 @@ def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
 
 
 def _step_rows(
-    config: RunConfig, estimator: Estimator | None, estimate: Estimate | None, cluster: Cluster
+    inputs: RunInputs, estimator: Estimator | None, estimate: Estimate | None, cluster: Cluster
 ) -> Iterator[Row]:
     """The batch, the number of steps, and how long they take."""
+    config = inputs.config
     steps = config.schedule.steps
     stages = training_stages(config)
-    if estimate is not None and estimator is not None:
-        number = estimate.micro_batches
+    stage = stages[0] if estimator is None else estimator.stage
+    text = f"{stage.tokens_per_step:,} tokens a step"
+    layout = inputs.get_or_none("layout")
+    # Where the batch does not divide among the ranks, an error says so.
+    if layout is not None:
+        number = accumulation_steps(stage.config.schedule, layout.dp_size)
         micro_batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-        stage = estimator.stage
-    else:
-        micro_batches = "? micro-batches"
-        stage = stages[0]
-    text = f"{stage.tokens_per_step:,} tokens a step, {micro_batches} a rank"
+        text += f", {micro_batches} a rank"
     if stage.name:
         text += f", in stage {stage.name}"
     yield "batch", text
@@ -500,8 +515,8 @@ def _times(config: RunConfig, every_steps: int) -> int:
     return math.ceil(config.schedule.steps / every_steps)
 
 
-def _stages(config: RunConfig) -> Iterator[str]:
-    """The stages that this run needs, in order."""
+def _job_stages(config: RunConfig) -> Iterator[str]:
+    """The stages of slurm/cpt_korean.sh that this run needs, in order."""
     yield "tokenize"
     if _any_is_sampled(config.data.corpora.values()):
         yield "sample"

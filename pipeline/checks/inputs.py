@@ -270,14 +270,24 @@ class RunInputs:
 
 
 def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow]:
-    """The table of groups of a run on a base of this architecture, without memory.
+    """The table of groups of a run on a base of this architecture, without memory; of a run in
+    stages, those of each stage.
 
     Raises:
-        ConfigError: a factor of the schedule is for parameters that are not there.
+        ConfigError: a factor of the schedule, or a stage's `trains`, is for parameters that are not
+            there.
     """
+    rows: list[GroupRow] = []
     with torch.device("meta"):
-        model = training_method(config).build(spec, SINGLE, "none")
-    return group_rows(model, config.schedule)
+        if not config.stages:
+            model = training_method(config).build(spec, SINGLE, "none")
+            return group_rows(model, config.schedule)
+        for stage in training_stages(config):
+            model = build_model(stage.config, spec, SINGLE)
+            rows += group_rows(
+                model, stage.config.schedule, stage=stage.name, resting=model.resting
+            )
+    return rows
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
-from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
+from pipeline.cleaning.stages import DROPPED, CleaningJob, CleaningStage, stages_of
 from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import likely_encoding
@@ -287,7 +287,7 @@ def _plan_of(job: CleaningJob) -> CleaningPlan:
     return CleaningPlan(settings=settings, files={str(file): file.stat().st_size for file in files})
 
 
-def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
+def _run(job: CleaningJob, stage: CleaningStage, workers: int) -> None:
     """Runs the tasks of a stage that are not done yet. One that fails does not stop the others."""
     logs = job.work / "logs" / stage.name
     # Each task has a file of its lines.
@@ -379,7 +379,7 @@ def _fault_of(executor: bytes, task: str) -> str:
     return ""
 
 
-def _counts(job: CleaningJob, stages: list[Stage]) -> dict[str, dict[str, int]]:
+def _counts(job: CleaningJob, stages: list[CleaningStage]) -> dict[str, dict[str, int]]:
     """What each step counted in all tasks: see `CleanedText.steps`.
 
     The counts are read from datatrove's files of statistics.

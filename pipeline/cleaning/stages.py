@@ -78,7 +78,7 @@ _logger = log.get_logger(__name__)
 Block = Any
 
 
-class Stage(NamedTuple):
+class CleaningStage(NamedTuple):
     """Blocks that run as `tasks` tasks.
 
     `files`: patterns of what a task writes, in the folder of unfinished work, with the task's
@@ -187,7 +187,7 @@ class _Steps:
         return self.step(name, block, exclusion_writer=writer, **arguments)
 
 
-def stages_of(job: CleaningJob) -> list[Stage]:
+def stages_of(job: CleaningJob) -> list[CleaningStage]:
     """The stages of a job; the counts of a block are kept under the name of its step."""
     settings = job.corpus.clean
     assert settings is not None, "the corpus is to be cleaned"
@@ -203,7 +203,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     if finds_copies:
         first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
     filtered = [*_patterns_of(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
-    stages = [Stage("filter", tasks, first, filtered)]
+    stages = [CleaningStage("filter", tasks, first, filtered)]
     last: list[Block] = [CleanedShard(str(job.work / "filtered"))]
     if finds_copies:
         known = [*heldout, *units_of(job.others)]
@@ -222,7 +222,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         last += steps.dropping("contamination", Contamination, **words)
     last += steps.step("written", _writer, folder=job.work / "output")
     written = [*_patterns_of(_OF_ALL), "output/{rank:05d}.*"]
-    return [*stages, Stage("write", tasks, last, written)]
+    return [*stages, CleaningStage("write", tasks, last, written)]
 
 
 def _steps_of_each(
@@ -264,44 +264,44 @@ def _steps_of_each(
     ]
 
 
-def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[Stage]:
+def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[CleaningStage]:
     """The stages that find copies and near-copies, of each other and of the `known` documents."""
     folders = ("signatures", "references", "index", "pairs", "copies")
     signatures, references, index, pairs, copies = (str(job.work / name) for name in folders)
     buckets = _MINHASH.num_buckets
-    stages: list[Stage] = []
+    stages: list[CleaningStage] = []
     if known:
         signing = Signatures(references, _MINHASH, _WORDS)
         stages.append(_reading("reference", known, signing, "references/*/{rank:05d}.*"))
         indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
-        stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
+        stages.append(CleaningStage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
     # Also within the corpus, and not only against the index of the others.
     found = MinhashDedupBuckets(
         signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False
     )
-    stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
+    stages.append(CleaningStage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
     # One task: a cluster of copies may span all buckets.
     clusters = MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)
-    stages.append(Stage("cluster", 1, [clusters], ["copies/*"]))
+    stages.append(CleaningStage("cluster", 1, [clusters], ["copies/*"]))
     return stages
 
 
 def _stages_of_words(
     benchmarks: Sequence[InputPath], heldout: list[tuple[Unit, Keys]], within: Contamination
-) -> list[Stage]:
+) -> list[CleaningStage]:
     """The stages that index words in a row of benchmarks and held-out files, for `within`."""
     add = partial(index_words, within)
     lines: list[Block] = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
-    stages = [Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"])]
+    stages = [CleaningStage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"])]
     if heldout:
         adding = partial(add, "heldout")
         stages.append(_reading("words_heldout", heldout, adding, "words/heldout-{rank:05d}.*"))
     return stages
 
 
-def _reading(name: str, units: list[tuple[Unit, Keys]], block: Block, file: str) -> Stage:
+def _reading(name: str, units: list[tuple[Unit, Keys]], block: Block, file: str) -> CleaningStage:
     """A stage that reads other documents than those of the corpus, and gives them to `block`."""
-    return Stage(
+    return CleaningStage(
         name, min(len(units), _MOST_TASKS), [Records(units), fix_encoding(), block], [file]
     )
 

@@ -266,7 +266,7 @@ class ValidationSettings(Section):
     prompt_tokens: PositiveInt = 64
     """number of tokens by which each prompt is continued"""
     tasks: list[str] = []
-    """lm-eval's tasks that the model in training answers, those with choices alone
+    """lm-eval's tasks that the model in training answers, with choices or written answers
     (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
     """number of validations from one answering of the tasks to the next; the first and the last

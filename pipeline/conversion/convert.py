@@ -283,6 +283,12 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
     """
     written = check_format(model, conversion.format)
     check_tp_size(model, written, conversion.tp_size)
+    has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
+    if has_purpose and written == "expansion":
+        raise ConversionError(
+            f"{model.checkpoint}: --dtype and --for are about exports, found format expansion, "
+            "which holds what was added to the base as it trained; leave them out"
+        )
     if conversion.packing_is_asked and written != "difference":
         raise ConversionError(
             f"{model.checkpoint}: --bits and --min-count are about the format difference, found "

@@ -179,7 +179,9 @@ def _results_of(task: str, values: Mapping[str, Any]) -> list[Result]:
         # lm-eval writes "N/A" where it has no standard error.
         stderr = values.get(f"{metric}_stderr,{filtered}")
         error = float(stderr) if isinstance(stderr, (int, float)) else None
-        results.append(Result(task, metric, float(value), error, int(values["sample_len"])))
+        # Written answers may be read in several ways, such as those of GSM8K.
+        shown = metric if filtered == "none" else f"{metric}.{filtered}"
+        results.append(Result(task, shown, float(value), error, int(values["sample_len"])))
     return results
 
 

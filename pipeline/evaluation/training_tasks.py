@@ -7,6 +7,7 @@ answers; the tokens are scored by the ranks that train.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.run import RunConfig
@@ -21,6 +22,17 @@ Answer = tuple[float, bool]
 """The log likelihood of what follows, and whether it is the likeliest."""
 _SCORED = ("multiple_choice", "loglikelihood")
 """lm-eval's kinds of tasks that need no written answers."""
+_WRITTEN = "generate_until"
+"""lm-eval's kind of tasks that take written answers."""
+
+
+@dataclass(frozen=True)
+class WrittenQuestion:
+    """The ids of a prompt, at least one, and what ends its answer."""
+
+    prompt: list[int]
+    new_tokens: int
+    ends: list[str]
 
 
 def load_training_tasks(config: RunConfig) -> Tasks:
@@ -28,7 +40,7 @@ def load_training_tasks(config: RunConfig) -> Tasks:
 
     Raises:
         MissingPackageError: lm-eval is not installed.
-        ConfigError: there is no such task, or it takes written answers.
+        ConfigError: there is no such task, or the model in training cannot answer it.
         DataError: the documents of a task are missing.
     """
     settings = config.validation
@@ -40,25 +52,60 @@ def load_training_tasks(config: RunConfig) -> Tasks:
         setting="validation.tasks",
     )
     for name, task in tasks.loaded["tasks"].items():
-        if task.OUTPUT_TYPE not in _SCORED:
+        if task.OUTPUT_TYPE == _WRITTEN:
+            options = task.get_config("generation_kwargs")
+            _check_written(name, options or {}, config.data.sequence_length)
+        elif task.OUTPUT_TYPE not in _SCORED:
             raise ConfigError(
-                f"validation.tasks {name}: expected a task with choices, found one that takes "
-                f"written answers ({task.OUTPUT_TYPE}); ask the export (scale-cpt evaluate --tasks)"
+                f"validation.tasks {name}: expected a task with choices or written answers, found "
+                f"one of whole texts ({task.OUTPUT_TYPE}); ask the export (scale-cpt evaluate "
+                "--tasks)"
             )
     return tasks
 
 
+def _check_written(name: str, options: dict[str, Any], sequence_length: int) -> None:
+    """Checks that the model in training can write a task's answers.
+
+    Raises:
+        ConfigError: they are drawn at random, or leave no room for the question.
+    """
+    asked = _generation_options(options)
+    if asked["do_sample"]:
+        raise ConfigError(
+            f"validation.tasks {name}: expected answers of the likeliest tokens, found ones that "
+            "are drawn at random (do_sample); ask the export (scale-cpt evaluate --tasks)"
+        )
+    if asked["max_gen_toks"] >= sequence_length:
+        raise ConfigError(
+            f"validation.tasks {name}: its answers have up to {asked['max_gen_toks']} tokens, "
+            f"which with the question do not fit data.sequence_length {sequence_length}; ask the "
+            "export (scale-cpt evaluate --tasks)"
+        )
+
+
+def _generation_options(options: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's options of a written answer, those that a task leaves out too."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    return dict(normalize_gen_kwargs(options))
+
+
 def task_model(
-    tokenizer: Tokenizer, score: Callable[[Sequence[Question]], list[Answer]], max_length: int
+    tokenizer: Tokenizer,
+    score: Callable[[Sequence[Question]], list[Answer]],
+    write: Callable[[Sequence[WrittenQuestion]], list[str]],
+    max_length: int,
 ) -> Any:
-    """lm-eval's model whose questions `score` answers.
+    """lm-eval's model whose questions `score` answers, and `write` those that take a text.
 
     Every question follows what a document follows in training, as in `benchmark_model`. Of a longer
-    one the last `max_length` tokens are read. A question raises DataError if an answer has no
-    token.
+    one the last `max_length` tokens are read, with the answer. A question raises DataError if an
+    answer has no token.
     """
     # Here: the package is optional, and takes seconds to import.
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import postprocess_generated_text
 
     before = list(tokenizer.before_document)
 
@@ -95,7 +142,17 @@ def task_model(
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             raise NotImplementedError("checked: no task scores whole texts")
 
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise NotImplementedError("checked: no task takes written answers")
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            questions: list[WrittenQuestion] = []
+            for request in requests:
+                context, options = request.args
+                asked = _generation_options(options)
+                new_tokens = asked["max_gen_toks"]
+                prompt = self.tok_encode(context)[new_tokens - max_length :]
+                questions.append(WrittenQuestion(prompt, new_tokens, asked["until"]))
+            answers: list[str] = []
+            for question, text in zip(questions, write(questions), strict=True):
+                answers.append(postprocess_generated_text(text, question.ends, None))
+            return answers
 
     return TrainingModel()

@@ -51,11 +51,11 @@ class HostedOutput(OutputProjection):
             return logits.new_full((), factor)
         return slopes.mul_(factor)
 
-    def _base_logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.base, self.bias).float()
+    def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias).float()
 
     def reference_logits(self, x: Tensor) -> Tensor:
-        return self._capped_(self._base_logits(x))
+        return self._capped_(self._base_logits(x, self.base))
 
     def _capped_(self, z: Tensor) -> Tensor:
         if self.scale.factor != 1.0:

@@ -61,6 +61,7 @@ class GroupRow:
     """A row of the table of groups, which the dry run and `config show` print.
 
     Attributes:
+        stage: the stage of the run; None for a run without stages.
         key: a kind of block, or the pattern of names that decides.
         tensors, parameters: how many train; parameters are counted whole, over all ranks.
         learning_rate: at the schedule's peak, with the group's factor.
@@ -68,6 +69,7 @@ class GroupRow:
         optimizer: what updates them, `adamw` or `muon`.
     """
 
+    stage: str | None
     key: str
     tensors: int
     parameters: int
@@ -223,8 +225,20 @@ def trained_groups(
     )
 
 
-def group_rows(model: nn.Module, schedule: Schedule) -> list[GroupRow]:
+def group_rows(
+    model: nn.Module,
+    schedule: Schedule,
+    *,
+    stage: str | None = None,
+    resting: Iterable[str] = (),
+) -> list[GroupRow]:
     """The table of groups: a row for each kind, or pattern, with a rate and a decay of its own.
+
+    Args:
+        model: whose parameters train.
+        schedule: of the run, or of one of its stages.
+        stage: the name of that stage.
+        resting: the names of those that the method trains, and that stage does not.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -232,7 +246,7 @@ def group_rows(model: nn.Module, schedule: Schedule) -> list[GroupRow]:
     trained = dict(named_trained_parameters(model))
     patterns = [*schedule.learning_rate_factors, *schedule.weight_decay_factors]
     rows: dict[tuple[str, float, float, str], list[str]] = {}
-    for group in trained_groups(model, schedule):
+    for group in trained_groups(model, schedule, resting=resting):
         rate = schedule.learning_rate * group.learning_rate_factor
         optimizer = "muon" if group.by_muon else "adamw"
         for name in group.names:
@@ -242,7 +256,7 @@ def group_rows(model: nn.Module, schedule: Schedule) -> list[GroupRow]:
     table: list[GroupRow] = []
     for (key, rate, decay, optimizer), names in rows.items():
         parameters = sum(prod(full_shape_of(trained[name])) for name in names)
-        table.append(GroupRow(key, len(names), parameters, rate, decay, optimizer))
+        table.append(GroupRow(stage, key, len(names), parameters, rate, decay, optimizer))
     return table
 
 
@@ -261,7 +275,7 @@ def group_lines(rows: Sequence[GroupRow]) -> list[str]:
     for row in rows:
         cells.append(
             (
-                row.key,
+                row.key if row.stage is None else f"{row.stage}: {row.key}",
                 f"{row.tensors:,}",
                 f"{row.parameters:,}",
                 f"{row.learning_rate:.3g}",

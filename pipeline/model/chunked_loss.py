@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.new_tokens import LogitColumns
-from pipeline.model.own_weights import OwnColumns, gradient_by_own_row
+from pipeline.model.own_weights import OwnColumns, add_gradient_of_own_rows_
 from pipeline.parallel.cross_entropy import (
     IGNORED,
     greedy_choices_,
@@ -70,12 +70,14 @@ class Projected:
 
     Attributes:
         logits: [n, columns] in fp32, this rank's columns.
+        weight: [columns of the base's vocabulary, D], the matrix that multiplied x.
         x, x_up: [n, D] and [n, U], the streams that the weights multiplied; Route mixes its two
             paths' before.
         preserved: bool [n], which tokens took Route's preserved path; None for other models.
     """
 
     logits: Tensor
+    weight: Tensor
     x: Tensor
     x_up: Tensor | None
     preserved: Tensor | None = None
@@ -90,11 +92,14 @@ class Projection(Protocol):
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary, if there are any."""
 
+    def open_weight(self) -> Tensor | None:
+        """The matrix [columns, D] of tokens that are all open; None without own rows."""
+
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of tokens of which none holds tokens on both sides of `kl_tokens`."""
 
-    def project(self, hidden: HiddenStates) -> Projected:
-        """The logits of some tokens."""
+    def project(self, hidden: HiddenStates, open_weight: Tensor | None = None) -> Projected:
+        """The logits of some tokens; with `open_weight` of tokens that are all open."""
 
     def slopes(self, logits: Tensor) -> Tensor | None:
         """The derivatives of soft-capped logits with respect to what was capped; None without
@@ -219,7 +224,12 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     columns = projection.vocabulary.range
     target_columns = projection.vocabulary.of_tokens(targets)
 
-    own_columns = None if inputs.own_rows is None else projection.own_columns()
+    own_columns: OwnColumns | None = None
+    open_weight: Tensor | None = None
+    if trains and inputs.own_rows is not None:
+        assert settings.closed is None, "training has no gate: every token is open"
+        own_columns = projection.own_columns()
+        open_weight = projection.open_weight()
 
     # A GPU's host never waits here: which chunk has which loss is known from its rows.
     nll = torch.zeros(len(targets), dtype=torch.float32, device=targets.device)
@@ -229,7 +239,7 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
 
     for rows in projection.chunks(len(targets), kl_tokens):
         # The chunk's logits live until the end of this iteration; nothing of them is saved.
-        projected = projection.project(hidden.rows(rows))
+        projected = projection.project(hidden.rows(rows), open_weight)
         if projected.preserved is not None:
             preserved[rows] = projected.preserved
         if is_greedy_choice is not None:
@@ -292,13 +302,12 @@ def add_gradients(
         if projected.x_up is not None:
             streams = torch.cat([projected.x, projected.x_up], dim=1)
         gradients.new_rows += of_new.T @ streams
-    of_own = _add_gradient_of_own_rows(gradients, inputs, projected.x, of_base, own_columns)
+    if gradients.own_rows is not None and own_columns is not None:
+        add_gradient_of_own_rows_(gradients.own_rows, of_base, projected.x, own_columns)
 
     of_x: Tensor | None = None
     if gradients.x is not None:
-        of_x = of_base @ inputs.base
-        if of_own is not None and inputs.own_rows is not None:
-            of_x += of_own @ inputs.own_rows
+        of_x = of_base @ projected.weight
         if inputs.new_rows is not None:
             of_x += of_new @ inputs.new_rows[:, :width]
     of_x_up: Tensor | None = None
@@ -316,25 +325,6 @@ def add_gradients(
     _set_rows(gradients.x_up, rows, of_paths.x_up)
     _set_rows(gradients.preserved_x, rows, of_paths.preserved_x)
     _set_rows(gradients.preserved_x_up, rows, of_paths.preserved_x_up)
-
-
-def _add_gradient_of_own_rows(
-    gradients: LossInputs,
-    inputs: LossInputs,
-    x: Tensor,
-    of_base: Tensor,
-    own_columns: OwnColumns | None,
-) -> Tensor | None:
-    """Adds one chunk's part for own rows; of_base: [n, columns of the base's vocabulary].
-
-    Returns the gradient with respect to x · own_rowsᵀ: [n, r]; None without own rows.
-    """
-    if inputs.own_rows is None or own_columns is None:
-        return None
-    of_own = gradient_by_own_row(of_base, own_columns).to(of_base.dtype)
-    if gradients.own_rows is not None:
-        gradients.own_rows += of_own.T @ x
-    return of_own
 
 
 def _set_rows(gradient: Tensor | None, rows: slice, values: Tensor | None) -> None:

@@ -130,21 +130,37 @@ class OutputProjection(nn.Module):
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         return self.project(hidden).logits
 
-    def project(self, hidden: HiddenStates) -> Projected:
-        """The logits of n tokens, with the streams that they are products of."""
-        z = self._base_logits(hidden.x)
+    def open_weight(self) -> Tensor | None:
+        """W_out with the own rows added: [V / tp_size, D]; None without own rows.
+
+        Where every token is open, as in training, one product takes the place of two. It costs the
+        memory of one more W_out while the loss is computed.
+        """
+        if self.own_rows is None:
+            return None
+        rows = F.embedding(self.own_columns().row_of_column, self.own_rows.detach())
+        return rows.add_(self.base.detach())
+
+    def project(self, hidden: HiddenStates, open_weight: Tensor | None = None) -> Projected:
+        """The logits of n tokens, with the streams and the matrix that they are products of.
+
+        `open_weight`, that of the method of this name, is for tokens that are all open.
+        """
+        weight = self.base if open_weight is None else open_weight
+        z = self._base_logits(hidden.x, weight)
         x = hidden.x
         x_up = hidden.x_up
         preserved: Tensor | None = None
         if hidden.preserved_x is not None:
-            z_p = self._base_logits(hidden.preserved_x)
+            z_p = self._base_logits(hidden.preserved_x, weight)
             preserved = self._route(z_p, z)
             z = mixed_logits_(z_p, z, preserved)
             preserved_path = (hidden.preserved_x, hidden.preserved_x_up)
             x, x_up = mixed_streams(preserved_path, (x, x_up), preserved)
         if x_up is not None and self.expansion is not None:
             z = z.add_(F.linear(x_up, self.expansion))
-        if self.own_rows is not None and not hidden.is_base:
+        has_separate_rows = self.own_rows is not None and open_weight is None
+        if has_separate_rows and not hidden.is_base:
             z = self._with_own_rows_(z, x, hidden.closed)
         z = self._capped_(z)
         if self.new_rows is not None:
@@ -152,7 +168,7 @@ class OutputProjection(nn.Module):
         if hidden.closed is not None:
             # No new token may follow a token that the gate closed.
             z[:, self.base_columns :].masked_fill_(hidden.closed.unsqueeze(1), NEVER)
-        return Projected(z, x, x_up, preserved)
+        return Projected(z, weight, x, x_up, preserved)
 
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of rows with a chunk of logits each; none holds rows on both sides of
@@ -208,13 +224,13 @@ class OutputProjection(nn.Module):
             change = change.masked_fill_(closed.unsqueeze(1), 0)
         return z.add_(change)
 
-    def _base_logits(self, x: Tensor) -> Tensor:
-        """W_out x in fp32; the base's own columns are the same to the bit whether others follow
+    def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`weight` x in fp32; the base's own columns are the same to the bit whether others follow
         them or not."""
         if self.base_columns == self.columns:
-            return F.linear(x, self.base).float()
-        rows = [self.base_columns, len(self.base) - self.base_columns]
-        return separate_products(x, self.base, rows).float()
+            return F.linear(x, weight).float()
+        rows = [self.base_columns, len(weight) - self.base_columns]
+        return separate_products(x, weight, rows).float()
 
     def _route(self, z_p: Tensor, z_a: Tensor) -> Tensor:
         """Which tokens take Route's preserved path: bool [n]. One all-reduce where the vocabulary

@@ -10,6 +10,7 @@ Training has no gate: every token is open.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +40,17 @@ class OwnColumns:
 
     Attributes:
         row_of_column: [columns], the own row of each.
-        own_columns, their_rows: the columns with a row that is theirs alone, and that row.
-        is_shared: [columns] in fp32, 1 for those that share the last row, padding too, and else 0.
-        rows: how many own rows there are.
+        own_columns: the columns with a row that is theirs alone.
+        their_rows: the rows of those columns; they follow each other, as the ids of tokens ascend.
+        is_shared: [columns] in fp32, 1 for those that share one row, padding too, and else 0.
+        shared_row: the index of that row.
     """
 
     row_of_column: Tensor
     own_columns: Tensor
-    their_rows: Tensor
+    their_rows: slice
     is_shared: Tensor
-    rows: int
+    shared_row: int
 
 
 class OwnRowOfToken:
@@ -65,6 +67,7 @@ class OwnRowOfToken:
         self.rows = len(tokens) + 1
         self.shared_row = len(tokens)
         ids = torch.tensor(tokens, dtype=torch.long, device="cpu")
+        assert list(tokens) == sorted(tokens), "rows are in the order of the ids"
         self._tokens = tokens
         self._table = torch.full((vocab_size,), self.shared_row, dtype=torch.long, device="cpu")
         self._table[ids] = torch.arange(len(tokens), device="cpu")
@@ -89,20 +92,17 @@ class OwnRowOfToken:
         key = (first, count, width, device)
         if key not in self._columns:
             # By lists of Python: `nonzero` would need values where a run is traced without any.
-            own_columns: list[int] = []
-            their_rows: list[int] = []
-            for row, token in enumerate(self._tokens):
-                if first <= token < first + count:
-                    own_columns.append(token - first)
-                    their_rows.append(row)
+            first_row = bisect_left(self._tokens, first)
+            end_row = bisect_left(self._tokens, first + count)
+            own_columns = [token - first for token in self._tokens[first_row:end_row]]
             table = self._table[first : first + count]
             table = F.pad(table, (0, width - count), value=self.shared_row)
             self._columns[key] = OwnColumns(
                 row_of_column=table.to(device),
                 own_columns=torch.tensor(own_columns, dtype=torch.long, device="cpu").to(device),
-                their_rows=torch.tensor(their_rows, dtype=torch.long, device="cpu").to(device),
+                their_rows=slice(first_row, end_row),
                 is_shared=(table == self.shared_row).float().to(device),
-                rows=self.rows,
+                shared_row=self.shared_row,
             )
         return self._columns[key]
 
@@ -146,18 +146,13 @@ class NormWithOwnGain(WidenedNorm):
         else:
             self.own = LayerNorm(size, eps, tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
-        y, y_up = super().forward(x, x_up)
+    def _of_base(self, x: Tensor, normal: Tensor | None, masked: bool | Tensor) -> Tensor:
+        y = super()._of_base(x, normal, masked)
         if masked is True:
-            return y, y_up
-        mean_square: Tensor | None = None
-        if self.stored_scale is not None and x_up is not None:
-            mean_square = self.merged_mean_square(x.float(), x_up, self.stored_scale)
-        elif self.normed is not None:
-            mean_square = self.normed.sum_of_squares(x.float()) / x.shape[-1]
-        if mean_square is not None and isinstance(self.own, RMSNorm):
-            return masked_sum(y, self.own(x, mean_square), masked), y_up
-        return masked_sum(y, self.own(x), masked), y_up
+            return y
+        # Both gains multiply one normalised x.
+        change = self.own(x) if normal is None else self.own(x, normal=normal)
+        return masked_sum(y, change, masked)
 
 
 class HeadNormWithOwnGain(WidenedHeadNorm):
@@ -207,15 +202,18 @@ def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:
     return own_row_logits(x, own_rows, columns.row_of_column)
 
 
-def gradient_by_own_row(logit_gradient: Tensor, columns: OwnColumns) -> Tensor:
-    """The gradient with respect to x · own_rowsᵀ: [n, columns] -> [n, rows], in fp32.
+def add_gradient_of_own_rows_(
+    gradient: Tensor, logit_gradient: Tensor, x: Tensor, columns: OwnColumns
+) -> None:
+    """Adds to `gradient` [r, D], in fp32, that of the own output rows, in place.
 
-    A row that is one token's own has one column, so its gradient is a copy. That of the shared row
-    is a sum over most of the vocabulary, which 16 bits would round away. Neither adds to one
+    x: [n, D], what the rows multiplied; logit_gradient: [n, columns].
+
+    A row that is one token's own has one column. The gradient of the shared row is a sum over most
+    of the vocabulary, which 16 bits would round away: it is taken in fp32. Neither adds to one
     address from many threads: the result is the same in every run.
     """
-    exact = logit_gradient.float()
-    by_row = exact.new_zeros(len(exact), columns.rows)
-    by_row[:, columns.their_rows] = exact[:, columns.own_columns]
-    by_row[:, -1] = exact @ columns.is_shared
-    return by_row
+    of_own_columns = logit_gradient.index_select(1, columns.own_columns)
+    gradient[columns.their_rows] += of_own_columns.T @ x
+    of_shared_row = logit_gradient.float() @ columns.is_shared
+    gradient[columns.shared_row] += of_shared_row.to(x.dtype) @ x

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.evaluation.benchmarks import Result, task_results
-from pipeline.evaluation.training_tasks import Answer, Question, task_model
+from pipeline.evaluation.training_tasks import Answer, Question, WrittenQuestion, task_model
+from pipeline.observers.generation import likeliest_continuations, until_the_end
 from pipeline.parallel.ranks import broadcast_from_rank0, summed
 from pipeline.training.batches import MicroBatch
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
@@ -33,7 +36,9 @@ class TaskScores(Observer):
             # They were loaded by the check before training.
             self.tasks = trainer.inputs.tasks
             length = trainer.config.data.sequence_length
-            self.model = task_model(trainer.inputs.tokenizer, self._share, length)
+            self.model = task_model(
+                trainer.inputs.tokenizer, self._share, self._share_written, length
+            )
 
     def on_step(self, event: StepEvent) -> None:
         if self.is_asked and event.step == 0:
@@ -52,10 +57,11 @@ class TaskScores(Observer):
         if self.trainer.rank == 0:
             return self._ask()
         while True:
-            questions: list[Question] | None = broadcast_from_rank0(_nothing)
-            if questions is None:
+            asked: _Asked | None = broadcast_from_rank0(_nothing)
+            if asked is None:
                 break
-            self._score(questions)
+            self._score(asked.questions)
+            self._write(asked.written)
         figures: dict[str, float] = broadcast_from_rank0(dict)
         return figures
 
@@ -78,10 +84,18 @@ class TaskScores(Observer):
 
     def _share(self, questions: Sequence[Question]) -> list[Answer]:
         """The answers to what lm-eval asks; called on rank 0."""
-        return self._score(broadcast_from_rank0(partial(list, questions)))
+        asked = broadcast_from_rank0(partial(_Asked, list(questions), []))
+        return self._score(asked.questions)
+
+    def _share_written(self, questions: Sequence[WrittenQuestion]) -> list[str]:
+        """The written answers to what lm-eval asks; called on rank 0."""
+        asked = broadcast_from_rank0(partial(_Asked, [], list(questions)))
+        return self._write(asked.written)
 
     def _score(self, questions: list[Question]) -> list[Answer]:
         """The answers, on every rank, which all must call it with the same questions."""
+        if not questions:
+            return []
         trainer = self.trainer
         engine = trainer.engine
         layout = trainer.inputs.layout
@@ -117,6 +131,71 @@ class TaskScores(Observer):
         for likelihood_of, missed_of in summed(rows).tolist():
             answers.append((likelihood_of, missed_of == 0))
         return answers
+
+    def _write(self, questions: list[WrittenQuestion]) -> list[str]:
+        """The written answers, on every rank, which all must call it with the same questions."""
+        if not questions:
+            return []
+        trainer = self.trainer
+        layout = trainer.inputs.layout
+        size = trainer.config.schedule.micro_batch_size
+        tokenizer = trainer.inputs.tokenizer
+        # Answers of equal length together: every rank then takes as many passes. Every rank has the
+        # same order.
+        by_length: dict[int, list[int]] = {}
+        for place, question in enumerate(questions):
+            by_length.setdefault(question.new_tokens, []).append(place)
+        # A row an answer, which one rank fills: its number of tokens, and their ids.
+        rows = torch.zeros(
+            len(questions), 1 + max(by_length), dtype=torch.int64, device=trainer.device
+        )
+        for new_tokens, places in by_length.items():
+            for first in range(0, len(places), size * layout.dp_size):
+                group = places[first : first + size * layout.dp_size]
+                start = layout.dp_rank(trainer.rank) * size
+                own = group[start : start + size]
+                # All ranks must run the same forwards.
+                answered = [questions[place] for place in own or group[:1]]
+                continued = likeliest_continuations(
+                    trainer.engine,
+                    [question.prompt for question in answered],
+                    new_tokens=new_tokens,
+                    longest=trainer.config.data.sequence_length,
+                    device=trainer.device,
+                    have_ended=partial(_have_ended, answered, tokenizer),
+                )
+                if layout.tp_rank(trainer.rank) != 0 or not own:
+                    continue  # tensor-parallel neighbours have the same answers
+                for place, ids in zip(own, continued, strict=True):
+                    kept = until_the_end(ids, tokenizer)
+                    rows[place, 0] = len(kept)
+                    rows[place, 1 : 1 + len(kept)] = torch.tensor(kept, device=trainer.device)
+        texts: list[str] = []
+        for count, *ids in summed(rows).tolist():
+            texts.append(tokenizer.decode(ids[:count]))
+        return texts
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What rank 0 broadcasts: questions with choices, or those that take a text."""
+
+    questions: list[Question]
+    written: list[WrittenQuestion]
+
+
+def _have_ended(
+    questions: Sequence[WrittenQuestion], tokenizer: Tokenizer, continued: list[list[int]]
+) -> bool:
+    """Whether each answer holds what ends it, or the end of the document."""
+    for question, ids in zip(questions, continued, strict=True):
+        kept = until_the_end(ids, tokenizer)
+        if len(kept) < len(ids):
+            continue
+        text = tokenizer.decode(kept)
+        if not any(end in text for end in question.ends if end):
+            return False
+    return True
 
 
 def _nothing() -> None:

@@ -62,25 +62,30 @@ class RMSNorm(nn.Module):
         self.shared = sum_gradient_over_replicas if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
+    def normalised(self, x_fp32: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        """x in fp32 over its root mean square; `mean_square` [..., 1] takes the place of its own.
+
+        It reads no parameter, so that it may be called outside `forward` under ZeRO-3 too.
+        """
+        # The fused kernel where the norm is of x alone. A widened norm has the mean square of base
+        # channels only (scale.widened_norm), for which torch has no kernel.
+        if mean_square is None:
+            return F.rms_norm(x_fp32, x_fp32.shape[-1:], eps=self.eps)
+        return rms_normalised(x_fp32, mean_square, self.eps)
+
     def forward(
-        self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None
+        self, x: Tensor, mean_square: Tensor | None = None, *, normal: Tensor | None = None
     ) -> Tensor:
         """`mean_square` [..., 1], if given, takes the place of the mean square of x.
 
-        `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for the backward
-        pass.
+        `normal` is what `normalised` makes of x, where the caller has it for several norms: each
+        would keep its own for the backward pass.
         """
         # The copies of the gain on all ranks get equal gradients only after a sum: each rank has
         # other heads, or other positions. DeepSpeed reduces over data-parallel ranks only.
         weight = self.shared(self.weight, self.tp)
-        if x_fp32 is None:
-            x_fp32 = x.float()
-        # The fused kernel where the norm is of x alone. A widened norm has the mean square of base
-        # channels only (scale.widened_norm), for which torch has no kernel.
-        if mean_square is None:
-            normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
-        else:
-            normal = rms_normalised(x_fp32, mean_square, self.eps)
+        if normal is None:
+            normal = self.normalised(x.float(), mean_square)
         return with_gain(normal, weight, x.dtype, self.gain_offset)
 
 

@@ -65,11 +65,13 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             self.normed = NormedChannels(self.normed.size, scale)
 
-    def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+        """`masked` is for a subclass whose base stream has more than the base's gain: it says for
+        which tokens [..., 1] that is left out."""
         if isinstance(self.base, LayerNorm):
-            return self._layer_norm(x, x_up)
+            return self._layer_norm(x, x_up, masked)
         if self.stored_scale is not None and x_up is not None:
-            return self._merged_norm(x, x_up, self.stored_scale)
+            return self._merged_norm(x, x_up, self.stored_scale, masked)
 
         width = x.shape[-1]
         # One copy in fp32 for the norm and for the mean square: both would be kept for backward.
@@ -78,7 +80,7 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             # The divisor is the whole width, as the base's own RMSNorm had it when it was trained.
             mean_square = self.normed.sum_of_squares(x_fp32) / width
-        y = self.base(x, mean_square, x_fp32=x_fp32)
+        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), masked)
         if self.expansion is None or x_up is None:
             return y, None
         if self.statistics == "separate":
@@ -87,21 +89,28 @@ class WidenedNorm(nn.Module):
             mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
 
-    def _layer_norm(self, x: Tensor, x_up: Tensor | None) -> Streams:
-        """`forward` with LayerNorm, which also subtracts a mean."""
-        if self.expansion is None or x_up is None:
-            return self.base(x), None
-        statistics_of = x if self.statistics == "base" else None
-        return self.base(x), self.expansion(x_up, statistics_of)
+    def _of_base(self, x: Tensor, normal: Tensor | None, masked: bool | Tensor) -> Tensor:
+        """The norm of the base stream; `normal` is x normalised, without a gain (RMSNorm only)."""
+        y: Tensor = self.base(x) if normal is None else self.base(x, normal=normal)
+        return y
 
-    def _merged_norm(self, x: Tensor, x_up: Tensor, scale: float) -> Streams:
+    def _layer_norm(self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor) -> Streams:
+        """`forward` with LayerNorm, which also subtracts a mean."""
+        y = self._of_base(x, None, masked)
+        if self.expansion is None or x_up is None:
+            return y, None
+        statistics_of = x if self.statistics == "base" else None
+        return y, self.expansion(x_up, statistics_of)
+
+    def _merged_norm(self, x: Tensor, x_up: Tensor, scale: float, masked: bool | Tensor) -> Streams:
         """`forward` as a merged export computes it: one mean square over both streams."""
         assert self.expansion is not None, "x_up has a norm"
         x_fp32 = x.float()
-        mean_square = self.merged_mean_square(x_fp32, x_up, scale)
-        return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
+        mean_square = self._merged_mean_square(x_fp32, x_up, scale)
+        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), masked)
+        return y, self.expansion(x_up, mean_square)
 
-    def merged_mean_square(self, x_fp32: Tensor, x_up: Tensor, scale: float) -> Tensor:
+    def _merged_mean_square(self, x_fp32: Tensor, x_up: Tensor, scale: float) -> Tensor:
         """The mean square [..., 1] of a merged export's norm, which counts the added channels as
         the export stores them, times `scale`. The divisor is the base's width."""
         width = x_fp32.shape[-1]

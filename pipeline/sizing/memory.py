@@ -162,7 +162,13 @@ def estimate_memory(
         # flat tensor to the GPU.
         at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
-    backward = costs.temporary_bytes + bucket_bytes(zero)
+    # The loss is computed before the backward pass begins, with which ZeRO-2 makes its buckets.
+    # ZeRO-3 keeps its own over the whole step.
+    buckets = bucket_bytes(zero)
+    backward = costs.temporary_bytes + buckets
+    if zero.zero_stage == 2:
+        beyond_loss = costs.backward_bytes + buckets - costs.loss_bytes
+        backward = max(costs.temporary_bytes, beyond_loss)
     # The update may use the memory of activations and logits, which are freed by then.
     # PyTorch's allocator keeps freed memory for the process, so that only what goes beyond it
     # counts.

@@ -72,6 +72,7 @@ class MicroBatchCosts:
         loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
             that the loss computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
+        backward_bytes: the most that the backward pass holds in addition to `activation_bytes`.
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
             and output.
         expert_payload_bytes: likewise of messages between the ranks that share experts.
@@ -82,6 +83,7 @@ class MicroBatchCosts:
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     payload_bytes: Counter[tuple[int, str]]
     expert_payload_bytes: Counter[tuple[int, str]]
     parameters: tuple[ParameterUse, ...]
@@ -176,6 +178,7 @@ def measure_micro_batch(
         activation_bytes=passed.activation_bytes,
         loss_bytes=passed.loss_bytes,
         temporary_bytes=passed.temporary_bytes,
+        backward_bytes=passed.backward_bytes,
         payload_bytes=sent,
         expert_payload_bytes=sent_by_experts,
         parameters=tuple(uses),
@@ -190,6 +193,7 @@ class _Pass(NamedTuple):
         activation_bytes: see `MicroBatchCosts`.
         loss_bytes: see `MicroBatchCosts`.
         temporary_bytes: see `MicroBatchCosts`.
+        backward_bytes: see `MicroBatchCosts`.
         read_again: the parameters of modules whose outputs have a gradient.
         recomputed: the frozen parameters of layers that ran again for the backward pass.
     """
@@ -197,6 +201,7 @@ class _Pass(NamedTuple):
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
+    backward_bytes: int
     read_again: set[nn.Parameter]
     recomputed: set[nn.Parameter]
 
@@ -270,11 +275,14 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
         with foreign_code_traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
+            live.peak = live.now
             losses.total.backward()
+            backward = live.peak - activations
     return _Pass(
         activation_bytes=activations,
         loss_bytes=loss,
-        temporary_bytes=max(forward_peak, live.peak) - activations - loss,
+        temporary_bytes=max(forward_peak - activations, loss, backward) - loss,
+        backward_bytes=backward,
         read_again=read_again,
         recomputed=recomputed,
     )

@@ -18,6 +18,7 @@ from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
     ModelType,
+    SentencePieceModel,
     converted,
     read_model,
     train_model,
@@ -30,6 +31,7 @@ from pipeline.model.from_hf import read_spec
 from studies.harness.study import NewTokenizer, RandomBase
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SENTENCEPIECE_FILE = "tokenizer.model"
 _MADE_OF = "made_of.json"
 _logger = log.get_logger(__name__)
 
@@ -89,7 +91,10 @@ def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
     for part in wanted.texts:
         max_bytes = int(part.mib * 2**20)
         documents.append(texts(part.input, text_key=part.text_key, max_bytes=max_bytes))
-    tokenizer = train_tokenizer(chain.from_iterable(documents), wanted.vocab_size)
+    model = _train_model(chain.from_iterable(documents), wanted.vocab_size)
+    # llama.cpp takes the order of merges from SentencePiece's own file.
+    (folder / _SENTENCEPIECE_FILE).write_bytes(model.content)
+    tokenizer = converted(model)
     if wanted.start_token:
         start = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(
@@ -117,7 +122,16 @@ def train_tokenizer(
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
+    return converted(_train_model(documents, vocab_size, character_coverage, model_type))
+
+
+def _train_model(
+    documents: Iterator[str],
+    vocab_size: int,
+    character_coverage: float = 0.9999,
+    model_type: ModelType = "bpe",
+) -> SentencePieceModel:
     content = train_model(
         documents, vocab_size, model_type=model_type, character_coverage=character_coverage
     )
-    return converted(read_model(Path("tokenizer.model"), content))
+    return read_model(Path(_SENTENCEPIECE_FILE), content)

@@ -27,6 +27,7 @@ from pipeline.data.tokenize.input_files import input_files
 from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.hub import source_of
+from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
 from pipeline.run_folder.run_file import write_run
@@ -236,13 +237,14 @@ class StudyRuns:
 
         Raises:
             ConfigError: the base cannot be trained by one of the methods.
-            DataError: a file that is not tokenized yet is missing, empty, or of an unknown format.
+            DataError: a file that is not tokenized yet is missing, empty, or of an unknown format;
+                or an extended vocabulary is missing or damaged.
         """
         if self.base.exists():
             spec = read_spec(self.base)
             for name, run in self._first.items():
                 try:
-                    check_fits(run.config, spec)
+                    check_fits(run.config, extended_spec(run.config, spec))
                 except ConfigError as error:
                     raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
         for run in (*self.stages, *self._first.values()):

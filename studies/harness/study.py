@@ -93,7 +93,7 @@ class RandomBase(Section):
     """the seed of the random weights"""
 
 
-class Stage(Section):
+class BaseStage(Section):
     """A run that trains the base further before the methods are compared."""
 
     ranks: PositiveInt = 1
@@ -133,7 +133,7 @@ class Study(Section):
     """a Hugging Face folder, or a model on the hub; give this or `scratch`"""
     scratch: RandomBase | None = None
     """a base with random weights, which the stages train; give this or `base`"""
-    stages: dict[Name, Stage] = {}
+    stages: dict[Name, BaseStage] = {}
     """the runs that train the base, by name, in this order"""
     settings: ComparedSettings
     """the run configuration of all compared runs, without name, folder, base, method, seed and

@@ -185,8 +185,29 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     )
     rows = dict(plan.rows)
     assert export in rows["export"]
-    assert ("gate" in rows["stages"]) == gate
+    assert ("gate" in rows["job stages"]) == gate
     assert rows["serving"].startswith("a merged export") == export.startswith("merged")
+
+
+def test_the_plan_of_a_run_in_stages_has_the_groups_and_the_batch_of_each(begun):
+    run, tokens = begun
+    stages = [
+        {"name": "norms", "steps": 2, "trains": "norm", "learning_rate": 0.5},
+        {"name": "all", "steps": 4, "global_batch_size": 16},
+    ]
+    config = load_config(write_config(run, tokens, name="changed.yaml", stages=stages))
+    plan = make_plan(config, Cluster(2, 2))
+    groups = plan.figures["groups"]
+    assert {group["key"] for group in groups if group["stage"] == "norms"} == {"norm"}
+    assert {group["learning_rate"] for group in groups if group["stage"] == "norms"} == {0.5}
+    of_all = {group["key"] for group in groups if group["stage"] == "all"}
+    assert {"norm", "expansion_to_base"} < of_all
+    assert {group["learning_rate"] for group in groups if group["stage"] == "all"} == {2e-3}
+    texts = [text for name, text in plan.rows if name == "groups"]
+    assert any(text.startswith("norms: norm ") for text in texts)
+    rows = dict(plan.rows)
+    assert rows["batch"] == "512 tokens a step, 4 micro-batches a rank, in stage all"
+    assert "scale-cpt train --ranks 2;" in rows["launch"]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     ("format", "options", "expected"),
     [
         ("auto", {"packing_is_asked": True}, "--bits and --min-count .* found format scale"),
+        ("expansion", {"dtype": torch.bfloat16}, "--dtype and --for .* found format expansion"),
+        ("expansion", {"purpose": "training"}, "--dtype and --for .* found format expansion"),
         ("expansion", {"tp_size": 8}, "--tensor-parallel-size 8 .* found format expansion"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Small tasks in lm-eval's format on local files, like COPA, ARC and BLiMP."""
+"""Small tasks in lm-eval's format on local files, like COPA, ARC, BLiMP and GSM8K."""
 
 from __future__ import annotations
 
@@ -79,3 +79,30 @@ def write_task_files(folder: Path) -> Path:
     }
     (folder / "passive.yaml").write_text(yaml.safe_dump(group))
     return folder
+
+
+def write_written_task(folder: Path, answers: dict[str, str], **options: object) -> None:
+    """A task `written` in `folder` whose questions take a text; `options` are of generation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = folder / "written.jsonl"
+    lines = [json.dumps({"question": key, "answer": value}) for key, value in answers.items()]
+    documents.write_text("\n".join(lines))
+    task = {
+        "task": "written",
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(documents)},
+            "cache_dir": str(folder / "cache"),
+        },
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["."], "do_sample": False, "max_gen_toks": 12, **options},
+        "metric_list": [{"metric": "exact_match"}],
+        "filter_list": [
+            {"name": "strict", "filter": [{"function": "take_first"}]},
+            {"name": "again", "filter": [{"function": "take_first"}]},
+        ],
+    }
+    (folder / "written.yaml").write_text(yaml.safe_dump(task))

@@ -17,7 +17,7 @@ def test_a_question_is_cut_to_what_the_model_reads_and_has_an_answer():
         asked.extend(questions)
         return [(0.0, True) for _ in questions]
 
-    model = task_model(load_tokenizer(STORIES), score, max_length=4)
+    model = task_model(load_tokenizer(STORIES), score, write=list, max_length=4)
     requests = [(None, [1, 2], [3]), (None, [1, 2, 3], [4, 5]), (None, [1], [2, 3, 4, 5])]
     model._loglikelihood_tokens(requests)
     assert asked == [([1, 2], [3]), ([2, 3], [4, 5]), ([2], [3, 4, 5])]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pipeline.files.json_files import write_json
 from tests.faults import trials
-from tests.faults.random_kills import kill_at_random, kill_jobs_at_random
+from tests.faults.random_kills import kill_at_borders, kill_at_random, kill_jobs_at_random
 from tests.faults.runs import LASTING, Laboratory
 from tests.faults.trials import LIMITED, Result, damage_the_newest, poison_a_batch, stop_and_resume
 from tests.slurm.cluster import guarded_cluster, unsupported_reason
@@ -57,6 +57,7 @@ FAULTS: dict[str, Callable[..., Result]] = {
     "nan-stays": partial(poison_a_batch, stays=True),
     "random": partial(kill_at_random, kills=25, seed=1),
     "random-asynchronous": partial(kill_at_random, kills=20, seed=2, asynchronous=True),
+    "random-borders": partial(kill_at_borders, kills=12, seed=5),
     "random-slurm": partial(kill_jobs_at_random, kills=5, seed=3),
 }
 """The trial of each fault, by the name that `--only` takes."""

@@ -18,7 +18,7 @@ import torch
 from pipeline.local_ranks import reserved_port
 from tests.distributed import processes
 from tests.faults.job import Job, is_launcher, is_rank
-from tests.faults.runs import BRIEF, RANKS, Laboratory, Run, await_that
+from tests.faults.runs import BRIEF, RANKS, STAGED, Laboratory, Run, await_that
 from tests.faults.trials import Result, interrupt
 from tests.slurm.cluster import Cluster, ClusterError
 from tests.waiting import PATIENCE_S
@@ -31,6 +31,8 @@ them."""
 EXIT_GRACE_S = 3.0
 """A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it.
 """
+BORDER_S = 2.0
+"""About how long a border takes here: a save, and a start from it."""
 _VICTIMS = (slice(0, 1), slice(1, 2), slice(None))
 
 
@@ -112,8 +114,31 @@ def kill_at_random(
     return Result(done, lost, None, equal)
 
 
-def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
+def kill_at_borders(
+    laboratory: Laboratory, _: Cluster | None = None, *, kills: int, seed: int
+) -> Result:
+    """Trains runs in stages, and kills one or both ranks around a border between two stages: in its
+    save, in the making of the next engine, or in the steps that follow.
+
+    Only the borders save, so that a kill before one is saved repeats the whole stage before it.
+    """
+    draw = random.Random(seed)
+    done, lost, equal = 0, 0, True
+    while done < kills:
+        run = laboratory.new_run(STAGED, checkpoints={"every_steps": 1000})
+        for border in run.borders:
+            if done < kills and _is_killed(run, draw.uniform(0, BORDER_S), draw, after_step=border):
+                done, lost = done + 1, max(lost, run.step - run.saved_step)
+        if not run.is_done:
+            _is_killed(run, PATIENCE_S, draw)
+        equal = equal and laboratory.is_undisturbed(run)
+    return Result(done, lost, None, equal)
+
+
+def _is_killed(run: Run, lives_s: float, draw: random.Random, *, after_step: int = 0) -> bool:
     """Starts a run and kills ranks of it after `lives_s` seconds, or in the first save after that.
+
+    The seconds count from the start, or from when the run has logged `after_step`.
 
     Returns False if it finished before. Raises TrialError if it failed without a kill, or resumed
     from another checkpoint than the newest.
@@ -121,6 +146,8 @@ def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
     left_over, printed, saved = run.unfinished_saves, len(run.output), run.saved_step
     resumptions, in_a_save = len(run.resumed_steps), draw.random() < IN_A_SAVE_FRACTION
     with local_ranks(run) as ranks:
+        while run.step < after_step and not have_ended(ranks):
+            time.sleep(0.01)
         have_ended(ranks, lives_s)
         while in_a_save and not run.unfinished_saves - left_over and not have_ended(ranks):
             time.sleep(0.001)
@@ -133,8 +160,10 @@ def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
             run.require(have_ended(ranks, PATIENCE_S), "a rank outlived the other")
         else:
             have_ended(ranks, EXIT_GRACE_S)
-    for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
-        run.require(resumed == saved, f"it resumed from step {resumed}, but {saved} was saved")
+    # None if it was killed before it resumed. A run in stages also resumes at each of its borders.
+    for place, resumed in enumerate(run.resumed_steps[resumptions:]):
+        expected = [saved] if saved > 0 and place == 0 else run.borders
+        run.require(resumed in expected, f"it resumed from step {resumed}, not in {expected}")
     return killed
 
 

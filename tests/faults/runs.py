@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,30 @@ def await_that(condition: Callable[[], bool], what: str) -> None:
 
 
 SAVE_EVERY = 8
-BRIEF, LASTING = "brief", "lasting"
-SHAPES: dict[str, dict[str, int]] = {
+BRIEF, LASTING, STAGED = "brief", "lasting", "staged"
+STAGES: list[dict[str, Any]] = [
+    {"name": "norms", "steps": 4, "trains": "norm"},
+    {"name": "maps", "steps": 4, "trains": "expansion_to_base", "sequence_length": 32},
+    {"name": "all", "steps": 4},
+    {"name": "norms_again", "steps": 4, "trains": "norm", "learning_rate": 1.0e-3},
+    {"name": "last", "steps": 4, "replay_fraction": 0.5},
+]
+"""What trains, and what is read, differs from stage to stage: a border has everything to do."""
+SHAPES: dict[str, dict[str, Any]] = {
     BRIEF: {
         "zero": 1,
         "schedule__steps": 40,
         "schedule__global_batch_size": 16,
         "schedule__micro_batch_size": 4,
         "data__sequence_length": 64,
+    },
+    STAGED: {
+        "zero": 1,
+        "schedule__steps": 20,
+        "schedule__global_batch_size": 16,
+        "schedule__micro_batch_size": 4,
+        "data__sequence_length": 64,
+        "stages": STAGES,
     },
     LASTING: {
         "zero": 3,
@@ -51,7 +68,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "data__sequence_length": 256,
     },
 }
-"""Some 4 s of steps; some 70 s, for faults that Slurm notices after half a minute."""
+"""Some 4 s of steps; the same with borders between stages; some 70 s, for faults that Slurm notices
+after half a minute."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,12 @@ class Run:
     def steps(self) -> int:
         """How many it has in all."""
         return SHAPES[self.shape]["schedule__steps"]
+
+    @property
+    def borders(self) -> list[int]:
+        """The steps at which a stage of it ends, and another begins."""
+        stages = SHAPES[self.shape].get("stages", [])
+        return list(accumulate(stage["steps"] for stage in stages))[:-1]
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""Two faults of the suite; `make faults` injects all of them."""
+"""Some faults of the suite; `make faults` injects all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from tests.faults.random_kills import kill_at_random
+from tests.faults.random_kills import kill_at_borders, kill_at_random
 from tests.faults.runs import BRIEF, SAVE_EVERY, Laboratory
 from tests.faults.trials import kill_rank, stop_and_resume, to_the_newest, truncate
 from tests.slurm.cluster import Cluster
@@ -54,4 +54,9 @@ def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path:
 
 def test_a_run_survives_random_kills(laboratory: Laboratory):
     result = kill_at_random(laboratory, kills=2, seed=4)
+    assert result.times == 2 and result.sequence_equal
+
+
+def test_a_run_in_stages_survives_kills_at_its_borders(laboratory: Laboratory):
+    result = kill_at_borders(laboratory, kills=2, seed=6)
     assert result.times == 2 and result.sequence_equal

@@ -123,11 +123,11 @@ def test_the_table_counts_what_each_key_decides():
         ),
     )
     assert rows == [
-        GroupRow("base", 1, 12, 0.25, 0.1, "muon"),
-        GroupRow("layers.1.*", 1, 12, 1.0, 0.1, "muon"),
-        GroupRow("base", 1, 3, 0.25, 0.0, "adamw"),
-        GroupRow("layers.1.*", 1, 3, 1.0, 0.0, "adamw"),
-        GroupRow("output", 1, 10, 0.5, 0.0, "adamw"),
+        GroupRow(None, "base", 1, 12, 0.25, 0.1, "muon"),
+        GroupRow(None, "layers.1.*", 1, 12, 1.0, 0.1, "muon"),
+        GroupRow(None, "base", 1, 3, 0.25, 0.0, "adamw"),
+        GroupRow(None, "layers.1.*", 1, 3, 1.0, 0.0, "adamw"),
+        GroupRow(None, "output", 1, 10, 0.5, 0.0, "adamw"),
     ]
     head, first, *_ = group_lines(rows)
     assert head.split() == ["group", "tensors", "parameters", "peak", "rate", "decay", "optimizer"]

@@ -21,7 +21,7 @@ from pipeline.run_folder.status import read_status
 from pipeline.training.early_stop import after_validation, cooled_rate
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.evaluation.task_files import write_task_files
+from tests.evaluation.task_files import write_task_files, write_written_task
 from tests.training.runs import (
     in_turn,
     make_run,
@@ -62,9 +62,11 @@ def generated(config: Path) -> list[list[int]]:
 @pytest.mark.parametrize(("zero", "tp_size"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_tasks_prompts_and_probe_change_no_weight(zero, tp_size, tokens, tmp_path):
     files = write_task_files(tmp_path / "tasks")
+    model = benchmark_model(STORIES)
+    write_written_task(files, half_of_the_answers(model))
     layout = {"zero": zero, "parallel__tp_size": tp_size, "data__sequence_length": 96}
     asks = {
-        "validation__tasks": ["copa", "arc"],
+        "validation__tasks": ["copa", "arc", "written"],
         "validation__tasks_folder": str(files),
         "validation__tasks_every": 2,
         "validation__prompts": PROMPTS,
@@ -92,9 +94,10 @@ def test_tasks_prompts_and_probe_change_no_weight(zero, tp_size, tokens, tmp_pat
     asked_at = [line["step"] for line in lines if "acc/copa" in line]
     assert asked_at == [0, 2, 3]
     # As lm-eval's own model of the base answers.
-    loaded = load_tasks(["copa", "arc"], include=files)
-    for result in task_results(benchmark_model(STORIES), loaded):
+    loaded = load_tasks(["copa", "arc", "written"], include=files)
+    for result in task_results(model, loaded):
         assert lines[0][f"{result.metric}/{result.task}"] == result.value
+    assert lines[0]["exact_match.strict/written"] == lines[0]["exact_match.again/written"] == 0.6
 
     last = lines[-1]
     assert last["kl_from_base/korean"] > 0 and 0 < last["changed_top_tokens/korean"] < 1
@@ -104,6 +107,19 @@ def test_tasks_prompts_and_probe_change_no_weight(zero, tp_size, tokens, tmp_pat
     assert found["prompt/1"][0].startswith("**Once upon a time** ")
     # What transformers writes, each token the likeliest.
     assert runs[0][2] == runs[1][2] == likeliest(asked)
+
+
+def half_of_the_answers(model: Any) -> dict[str, str]:
+    """Answers to questions that take a text: of three what `model` writes, of two nothing like it."""
+    from lm_eval.api.instance import Instance
+
+    questions = ["Once upon a time", "Lily and Tom", "One day, a big dog", "The", "She said"]
+    options = {"until": ["."], "do_sample": False, "max_gen_toks": 12}
+    requests = [
+        Instance("generate_until", {}, (question, dict(options)), 0) for question in questions
+    ]
+    answers = dict(zip(questions, model.generate_until(requests), strict=True))
+    return {**answers, "The": "?", "Lily and Tom": "?"}
 
 
 @torch.no_grad()
@@ -237,6 +253,13 @@ def test_tasks_that_are_not_there_are_refused_before_training(tokens, tmp_path):
     ours = {"validation__tasks_folder": str(files)}
     config = config_with(tmp_path / "run", **ours, validation__tasks=["copas"])
     with pytest.raises(ConfigError, match=r"validation\.tasks copas: .* no such task"):
+        begin(config, 2, "train")
+    write_written_task(files, {"a": "b"}, max_gen_toks=32)
+    config = config_with(tmp_path / "run", **ours, validation__tasks=["written"])
+    with pytest.raises(ConfigError, match="do not fit data\\.sequence_length 32; ask the export"):
+        begin(config, 2, "train")
+    write_written_task(files, {"a": "b"}, do_sample=True)
+    with pytest.raises(ConfigError, match=r"drawn at random \(do_sample\)"):
         begin(config, 2, "train")
     Path(files / "copa.jsonl").unlink()
     config = config_with(tmp_path / "run", **ours, validation__tasks=["copa"])

@@ -89,6 +89,11 @@ class TokenCorpus:
         has_prompts = self.manifest.prompt_key is not None
         return json_hash([shards, counts, tokenizer, self.manifest.token_dtype, has_prompts])
 
+    @property
+    def token_bytes(self) -> int:
+        """How many bytes the tokens of all shards take."""
+        return sum(shard.files[".bin"].bytes for shard in self.manifest.shards)
+
     @cached_property
     def _shard(self) -> Callable[[int], Shard]:
         """A shard by its number, which is kept open, by this process alone."""

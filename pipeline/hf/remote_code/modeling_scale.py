@@ -73,6 +73,8 @@ class PassInputs(NamedTuple):
     cache: Any
     options: dict[str, Any]
     """For the attention function, such as a server's own cache."""
+    may_wait: bool = False
+    """Whether the host may read what the gate decided. A captured or compiled step must not."""
 
     def of(self, rows: Tensor, cache: Any) -> PassInputs:
         """The inputs of the sequences `rows`, with a `cache` of their own if there is one."""
@@ -80,7 +82,7 @@ class PassInputs(NamedTuple):
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         if self.cache is None:
             cache = None
-        return PassInputs(tokens, mask, self.positions[rows], cache, self.options)
+        return PassInputs(tokens, mask, self.positions[rows], cache, self.options, self.may_wait)
 
 
 class LastStreams(NamedTuple):
@@ -375,48 +377,60 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         # One path that is all masked: the base alone.
         is_base_alone = paths[0].masked is True
         first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
+        # Read once: an attribute of the library's configurations takes as long as a small kernel.
+        gate_layer = None if self.token_gate is None else config.gate_layer
+        own_first_layer = None if self.own_input is None else config.own_first_layer
+        first_routed = config.l_fp if config.routed else None
         opens = None
-        for index in range(config.num_hidden_layers):
+        for index, layer in enumerate(self.layers):
             if recorded is not None and index in recorded:
                 recorded[index] = paths[-1]
-            if self.token_gate is not None and index == config.gate_layer:
+            if index == gate_layer:
                 opens = self._opens(paths, inputs) if decided is None else decided
                 if is_base_alone and opens.any(1).all():
                     return paths, opens
-                paths = self._behind_gate(paths, opens, is_base_alone)
+                paths = self._behind_gate(paths, opens, inputs.may_wait)
             if index == first_twice and not is_base_alone:
                 paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
-            if self.own_input is not None and index == config.own_first_layer:
-                paths[-1] = self._with_own_input(paths[-1], inputs.tokens, self.own_input)
-            if config.routed and index == config.l_fp:
+            if index == own_first_layer:
+                paths[-1] = self._with_own_input(paths[-1], inputs.tokens)
+            if index == first_routed:
                 paths = [paths[0]._replace(masked=True), paths[0]]
-            paths = self._layer_on_paths(index, paths, tables, masks, inputs)
+            paths = self._layer_on_paths(layer, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
             opens = self._opens(paths, inputs) if decided is None else decided
-            paths = self._behind_gate(paths, opens, is_base_alone)
+            paths = self._behind_gate(paths, opens, inputs.may_wait)
         return paths, opens
 
     def _behind_gate(
-        self, paths: list[StreamPath], opens: Tensor, is_base_alone: bool
+        self, paths: list[StreamPath], opens: Tensor, may_wait: bool
     ) -> list[StreamPath]:
         """The paths from the gate on, of which closed tokens keep the base's x."""
-        if self.config.routed or is_base_alone:
-            return paths
         base = paths[0]
         model = paths[-1]
+        is_base_alone = model.masked is True
+        if self.config.routed or is_base_alone:
+            return paths
+        masked: bool | Tensor = ~opens
+        if may_wait and opens.all():
+            masked = False
+        elif may_wait and not opens.any():
+            # What open tokens have of their own is not computed at all.
+            masked = True
         # One path, or the base and the model that ran twice below the gate.
         x = model.x
         if base is not model:
             x = torch.where(opens, model.x, base.x)
-        return [StreamPath(x, model.x_up, masked=~opens)]
+        return [StreamPath(x, model.x_up, masked)]
 
-    def _with_own_input(self, path: StreamPath, tokens: Tensor, rows: ScaleOwnInput) -> StreamPath:
-        """The path, in whose x open tokens [B, S] have added rows of their own; not where the base
-        runs alone.
+    def _with_own_input(self, path: StreamPath, tokens: Tensor) -> StreamPath:
+        """The path, in whose x open tokens [B, S] have added rows of their own; not where all is
+        masked, as where the base runs alone.
         """
         if path.masked is True:
             return path
-        difference = rows(tokens)
+        assert self.own_input is not None, "`_run` has seen it"
+        difference = self.own_input(tokens)
         # Over several devices, the rows may be on another than the layer before.
         x = path.x.to(difference.device)
         masked = path.masked
@@ -426,29 +440,28 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def _layer_on_paths(
         self,
-        index: int,
+        layer: Any,
         paths: list[StreamPath],
         tables: list[RotaryAngles],
         masks: dict[str, Any],
         inputs: PassInputs,
     ) -> list[StreamPath]:
-        """The paths after the layer `index`."""
-        config = self.config
+        """The paths after a layer."""
         streams: list[Tensor | None] = []
         for path in paths:
             streams += [path.x, path.x_up]
-        table = config.layer_rotary[index]
-        results = self.layers[index](
+        table = layer.rotary_table
+        results = layer(
             *streams,
             masked=[path.masked for path in paths],
             rotary=None if table is None else tables[table],
-            mask=masks[config.layer_types[index]],
+            mask=masks[layer.layer_type],
             past_key_values=inputs.cache,
             **inputs.options,
         )
         changed = []
         for path, x, x_up in zip(paths, results[::2], results[1::2], strict=True):
-            changed.append(path._replace(x=x, x_up=x_up))
+            changed.append(StreamPath(x, x_up, path.masked))
         return changed
 
     def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
@@ -495,7 +508,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         A sequence for which it opens is computed again from its start, all closed but the end. The
         past of the others has zeros for the expansion: closed tokens do not read it.
         """
-        inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
+        positions = inputs.positions.expand_as(inputs.tokens)
+        inputs = inputs._replace(positions=positions, may_wait=True)
         cache = inputs.cache
         text = TextCache() if cache is None else layer_of(TextCache, cache)
         before = text.opened(inputs.tokens)

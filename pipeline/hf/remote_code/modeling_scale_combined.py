@@ -24,7 +24,7 @@ vocabulary, E expansions, P = 1 + E paths.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -145,14 +145,17 @@ class CombinedForCausalLM(ScaleForCausalLM):
         with no_init_weights(), torch.device("meta"):
             model = ScaleForCausalLM(config)
         model.rotary = self.rotary
+        # Asked once: the library finds them by a walk over all parameters.
+        device = self.device
+        base_dtype = self.dtype
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             for key, tensor in load_file(file).items():
-                dtype = self.dtype
+                dtype = base_dtype
                 if not tensor.is_floating_point() or key.startswith("token_gate."):
                     # A gate stays in fp32: 16 bits would change decisions. Tables of ids stay too.
                     dtype = tensor.dtype
-                tensors[key] = tensor.to(self.device, dtype)
+                tensors[key] = tensor.to(device, dtype)
         new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
         model.load_state_dict(tensors, strict=False, assign=True)
         first = self.config.vocab_size
@@ -194,23 +197,25 @@ class CombinedForCausalLM(ScaleForCausalLM):
         Raises:
             ValueError: an expansion lacks a tensor.
         """
-        of_base = {"output.base": self.output.base}  # not named where it is tied
-        for key, parameter in self.named_parameters():
-            if not key.startswith(EXPANSIONS):
-                of_base[key] = parameter
-        for model in self._path_models:
-            # A list: the loop replaces parameters.
-            for key, parameter in [*model.named_parameters(), ("output.base", model.output.base)]:
-                if key.startswith(EXPANSIONS):
-                    continue
-                shared = of_base[key] if is_of_base(key) else parameter
-                missing_rows = self.config.vocab_size - len(parameter)
-                if key == "embedding.expansion.weight" and missing_rows:
-                    shared = _frozen(F.pad(parameter, (0, 0, 0, missing_rows)))
-                path, _, leaf = key.rpartition(".")
-                setattr(model.get_submodule(path), leaf, shared)
+        of_base: dict[str, nn.Parameter] = {}
+        for path, module in _modules_of(self):
+            for leaf, parameter in module.named_parameters(recurse=False):
+                of_base[f"{path}.{leaf}"] = parameter
         for name, model in zip(self.names, self._expansion_models, strict=True):
-            missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+            missing: list[str] = []
+            for path, module in _modules_of(model):
+                # A list: the loop replaces parameters.
+                for leaf, parameter in list(module.named_parameters(recurse=False)):
+                    key = f"{path}.{leaf}"
+                    if is_of_base(key):
+                        setattr(module, leaf, of_base[key])
+                    elif parameter.is_meta:
+                        missing.append(key)
+            columns = model.embedding.expansion
+            assert columns is not None, "an expansion widens its base"
+            missing_rows = self.config.vocab_size - len(columns.weight)
+            if missing_rows:
+                columns.weight = _frozen(F.pad(columns.weight, (0, 0, 0, missing_rows)))
             if missing:
                 raise ValueError(
                     f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it "
@@ -277,8 +282,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
             position_ids = positions.unsqueeze(0)
         if active is None:
             active = self.allowed([self.active]).expand(len(input_ids), -1)
+        positions = position_ids.expand_as(input_ids)
         inputs = PassInputs(
-            input_ids, attention_mask, position_ids.expand_as(input_ids), past_key_values, kwargs
+            input_ids, attention_mask, positions, past_key_values, kwargs, may_wait=True
         )
         logits = self._logits(inputs, state, active, logits_to_keep)
         loss = None
@@ -534,6 +540,13 @@ def is_preserve(model: ScaleForCausalLM) -> bool:
     """Whether a model leaves its base's stream as it is."""
     last: int = model.config.num_hidden_layers
     return last <= model.config.l_fp
+
+
+def _modules_of(model: ScaleForCausalLM) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by their paths, without those of expansions beside it."""
+    for name, child in model.named_children():
+        if name != EXPANSIONS:
+            yield from child.named_modules(prefix=name)
 
 
 def _frozen(values: Tensor) -> nn.Parameter:

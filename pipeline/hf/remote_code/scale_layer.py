@@ -93,6 +93,7 @@ class ScaleAttention(nn.Module):
         if self.scaling is None:
             self.scaling = config.head_dim**-0.5
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.softcap = config.attention_softcap
         self.sliding_window = None
         if config.layer_types[layer] == "sliding_attention":
             self.sliding_window = config.sliding_window
@@ -155,7 +156,7 @@ class ScaleAttention(nn.Module):
             else:
                 of_base, of_expansion = heads.split(self.widths, dim=-1)
                 x, x_up = self.output(of_base, of_expansion, path.masked)
-            changes.append(path._replace(x=x, x_up=x_up))
+            changes.append(StreamPath(x, x_up, path.masked))
         return changes
 
     def _heads(
@@ -174,7 +175,9 @@ class ScaleAttention(nn.Module):
             parts.append(heads)
             if heads_up is not None:
                 parts.append(heads_up)
-        return torch.cat(parts, dim=-1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        # The base alone has one part: `cat` would copy it.
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return joined.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -185,8 +188,8 @@ class ScaleAttention(nn.Module):
         )
         if self.sliding_window is not None:
             options = {**options, "sliding_window": self.sliding_window}
-        if self.config.attention_softcap is not None:
-            options = {**options, "softcap": self.config.attention_softcap}
+        if self.softcap is not None:
+            options = {**options, "softcap": self.softcap}
         heads, _ = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options
         )
@@ -235,7 +238,7 @@ class ScaleFeedForward(nn.Module):
         if inner_up is not None:
             inner_up = self._activated(inner_up, gate_up)
         x, x_up = self.down(inner, inner_up, path.masked)
-        return path._replace(x=x, x_up=x_up)
+        return StreamPath(x, x_up, path.masked)
 
     def _activated(self, inner: Tensor, gate: Tensor | None) -> Tensor:
         if gate is None:
@@ -406,6 +409,9 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
+        self.layer_type = config.layer_types[layer]
+        # Which of the model's rotary tables it reads; None: it has no position embedding.
+        self.rotary_table = config.layer_rotary[layer]
         self.parallel_residual = config.parallel_residual
         has_norms_before = config.norm_placement != "after"
         has_norms_after = config.norm_placement != "before"
@@ -457,4 +463,4 @@ def _add(path: StreamPath, change: StreamPath) -> StreamPath:
     x_up = path.x_up
     if x_up is not None and change.x_up is not None:
         x_up = x_up + change.x_up
-    return path._replace(x=path.x + change.x, x_up=x_up)
+    return StreamPath(path.x + change.x, x_up, path.masked)

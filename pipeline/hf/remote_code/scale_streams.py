@@ -54,7 +54,7 @@ class StreamPath(NamedTuple):
         if norm is None:
             return self
         x, x_up = norm(self.x, self.x_up, self.masked)
-        return self._replace(x=x, x_up=x_up)
+        return StreamPath(x, x_up, self.masked)
 
     def at(self, tokens: slice | Tensor) -> StreamPath:
         """The path at some tokens alone."""
@@ -146,12 +146,23 @@ class ScaleStreamNorm(nn.Module):
         if kind == "layernorm":
             self.bias = nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+    def normalised(self, x: Tensor, statistics_of: Tensor) -> Tensor | None:
+        """x without a gain, in fp32, by the statistics of a stream (RMSNorm only)."""
+        if self.bias is not None:
+            return None
+        squares = sum_of_squares(statistics_of, self.normed_size, self.rest_scale)
+        return rms_normalised(x, squares / statistics_of.shape[-1], self.eps)
+
+    def forward(
+        self, x: Tensor, statistics_of: Tensor | None = None, normal: Tensor | None = None
+    ) -> Tensor:
+        """`normal` is what `normalised` made of x, where the caller has it for several norms."""
         source = x if statistics_of is None else statistics_of
         if self.bias is not None:
             return layer_norm_by(source, x, self.weight, self.bias, self.eps)
-        squares = sum_of_squares(source, self.normed_size, self.rest_scale)
-        normal = rms_normalised(x, squares / source.shape[-1], self.eps)
+        if normal is None:
+            normal = self.normalised(x, source)
+        assert normal is not None, "an RMSNorm has no bias"
         return with_gain(normal, self.weight, x.dtype, self.gain_offset)
 
 
@@ -182,9 +193,12 @@ class ScaleNorm(nn.Module):
     def forward(
         self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor = False
     ) -> tuple[Tensor, Tensor | None]:
-        y = self.base(x)
-        if self.own is not None and masked is not True:
-            y = masked_sum(y, self.own(x), masked)
+        if self.own is None or masked is True:
+            y = self.base(x)
+        else:
+            # Both gains multiply one normalised x.
+            normal = self.base.normalised(x, x)
+            y = masked_sum(self.base(x, normal=normal), self.own(x, normal=normal), masked)
         if x_up is None or self.expansion is None:
             return y, None
         if self.shares_statistics:

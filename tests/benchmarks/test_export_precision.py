@@ -1,0 +1,63 @@
+"""The benchmark of an export's weights in 16 and in 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import export_precision, serve_check
+from pipeline.errors import ConfigError
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from tests.bases import STORIES
+from tests.benchmarks.calls import rows_of
+
+pytestmark = pytest.mark.full
+
+
+def test_each_row_is_rounded_by_its_own_scale():
+    layer = nn.Linear(16, 3, bias=False)
+    with torch.no_grad():
+        layer.weight[1] *= 100
+        layer.weight[2] = 0
+    before = layer.weight.detach().clone()
+    export_precision.round_to_int8(nn.Sequential(layer))
+    scale = before.abs().amax(1, keepdim=True) / 127
+    assert ((layer.weight - before).abs() <= scale / 2 + 1e-7).all()
+    assert torch.equal(layer.weight[2], before[2])
+    steps = layer.weight[:2] / scale[:2]
+    assert torch.allclose(steps, steps.round(), atol=1e-3)
+    assert not torch.equal(layer.weight, before)
+
+
+def test_perplexities_of_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve_check, "MAX_BYTES", 2**11)
+    rows = rows_of(export_precision, tmp_path, monkeypatch, STORIES)
+    assert [row["weights"] for row in rows] == list(export_precision.WEIGHTS)
+    assert rows[0]["change"] == 0.0
+    assert 0 < abs(rows[1]["change"]) < 0.01 and 0 < abs(rows[2]["change"]) < 0.03
+    assert "int8" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="expected at least 4096 tokens"):
+        export_precision.measure(STORIES, "Once upon a time", 4096)
+
+
+def test_a_gates_decisions_are_kept():
+    config = ScaleConfig(
+        num_hidden_layers=1,
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=4,
+        tie_word_embeddings=False,
+        gate_layer=1,
+    )
+    torch.manual_seed(0)
+    model = ScaleForCausalLM(config).eval()
+    assert model.token_gate is not None
+    model.token_gate.weight.data.normal_()
+    ids = torch.randint(32, (40,))
+    opens = export_precision.score(model, ids, 16).opens
+    assert opens.shape == (40,) and opens.any() and not opens.all()

@@ -3,11 +3,14 @@ code that joins them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.hf.base_files import text_token_ids
@@ -24,22 +27,30 @@ from pipeline.hosted.spec import HostedSpec
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.scale.plan import ExpansionPlan, Widths, added_widths
 
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
+"""What types call these ids: `image_token_id`, in older ones `image_token_index`."""
+
 
 def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """The folder's contents; the base is in memory whole until they are written."""
     assert isinstance(model.base, HostedFolder) and model.plan is not None, "its caller has seen it"
     spec = model.base.spec
+    code = f"modeling_scale_hosted.{HostedScaleForCausalLM.__name__}"
+    auto_map = {
+        "AutoConfig": "configuration_scale_hosted.HostedScaleConfig",
+        "AutoModelForCausalLM": code,
+    }
+    if spec.structure.model_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        auto_map["AutoModelForImageTextToText"] = code
     config = {
         "architectures": [HostedScaleForCausalLM.__name__],
-        "auto_map": {
-            "AutoConfig": "configuration_scale_hosted.HostedScaleConfig",
-            "AutoModelForCausalLM": "modeling_scale_hosted.HostedScaleForCausalLM",
-        },
+        "auto_map": auto_map,
         "model_type": HostedScaleConfig.model_type,
         **_sizes(spec, model.plan),
         "base_class": spec.structure.model_class,
         "base_config": _base_config(spec),
         "structure": _structure(spec, model.plan),
+        "media_token_ids": _media_token_ids(spec.config),
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
         "tie_word_embeddings": False,
@@ -68,6 +79,15 @@ def _base_config(spec: HostedSpec) -> dict[str, Any]:
     config = dict(spec.config)
     config.pop("quantization_config", None)
     return config
+
+
+def _media_token_ids(config: Mapping[str, Any]) -> list[int]:
+    """The ids that stand for pictures, videos and sound in a text, in the base's config.json."""
+    found: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, int) and _MEDIA_TOKEN.fullmatch(name):
+            found.add(value)
+    return sorted(found)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -29,6 +29,12 @@ _CONFIG_OF_BASE_ONLY = (
     "torch_dtype",
     "quantization_config",
 )
+# How a multimodal base reads pictures and sound.
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 # Licences ask that they, notices and policies are passed on.
 _TERMS = re.compile(
     r"(?i)(licen[cs]e|notice|copyright|copying|(acceptable_)?use_policy)([-_.][\w.-]*)?"
@@ -47,7 +53,8 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
-    copy_file(base, "generation_config.json", folder / "generation_config.json")
+    for name in ("generation_config.json", *_PROCESSOR_FILES):
+        copy_file(base, name, folder / name)
     copy_terms(folder, base)
     copy_tokenizer(folder, tokenizer)
 

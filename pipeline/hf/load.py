@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files.json_files import read_object
@@ -33,6 +38,7 @@ OWN_MODELS: dict[Any, Any] = {
 for _config, _model in OWN_MODELS.items():
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForCausalLM.register(_config, _model, exist_ok=True)
+AutoModelForImageTextToText.register(HostedScaleConfig, HostedScaleForCausalLM, exist_ok=True)
 
 
 def load_hf_model(

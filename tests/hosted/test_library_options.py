@@ -27,7 +27,7 @@ def config(tmp_path_factory) -> HostedScaleConfig:
         **_sizes(base.spec, model.plan),
         base_class=base.spec.structure.model_class,
         base_config=dict(base.spec.config),
-        structure=_structure(base.spec),
+        structure=_structure(base.spec, model.plan),
         tie_word_embeddings=False,
     )
 

@@ -14,8 +14,9 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     transformers that computes it. `structure` says beside which of its modules what stands: the
     `layers` in order, each with its `name` and its `blocks`, the module `output` of the logits, and
     whether a layer attends to the keys of another one; and which `linear_maps` and `norms` of a
-    layer, and which `last_norms` after the layers, have weights of open tokens' own. The other
-    entries are of the expansion, of such weights and of the gate, as in a ScaleConfig.
+    layer, and which `last_norms` after the layers, have weights of open tokens' own.
+    `media_token_ids` stand where the base reads pictures or sound, which a gate leaves to it. The
+    other entries are of the expansion, of such weights and of the gate, as in a ScaleConfig.
     """
 
     model_type = "scale_hosted"
@@ -38,6 +39,7 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     base_class: str = ""
     base_config: Any = None
     structure: Any = None
+    media_token_ids: list[int] | tuple[int, ...] = ()
     own_first_layer: int | None = None
     own_rows: int = 0
     own_gains: bool = False

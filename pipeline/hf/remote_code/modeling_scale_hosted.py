@@ -213,15 +213,21 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base's own forward; `labels` get the library's loss of causal models."""
+        """As the base's own forward; `labels` get the library's loss of causal models.
+
+        With `return_dict=False` the outputs come as a tuple, the loss first.
+        """
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
+            # The hooks read the base's output by name.
+            "return_dict": True,
             **kwargs,
         }
         call = {name: value for name, value in given.items() if value is not None}
@@ -230,11 +236,16 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             call["logits_to_keep"] = logits_to_keep
         output = self.base(**call)
+        of_base = output.to_tuple()
         if labels is not None:
             output.loss = self.loss_function(
                 logits=output.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return output
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        if return_dict:
+            return output
+        return of_base if labels is None else (output.loss, *of_base)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The base's own `generate`, whose forward runs the expansion."""
@@ -365,6 +376,10 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         by_id = self.token_gate.opens_id(current.call["input_ids"])
         if by_id is not None:
             opens = opens | by_id.to(opens.device)
+        for token in self.config.media_token_ids:
+            # Here stands what the base makes of a picture or a sound, and no text was like it.
+            is_text = (current.call["input_ids"] != token).unsqueeze(-1)
+            opens = opens & is_text.to(opens.device)
         current.closed = ~opens
 
     def _add_difference(

@@ -8,8 +8,6 @@ from torch import nn
 
 from benchmarks import export_precision, serve_check
 from pipeline.errors import ConfigError
-from pipeline.hf.remote_code.configuration_scale import ScaleConfig
-from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
 
@@ -40,24 +38,3 @@ def test_perplexities_of_a_folder(tmp_path, monkeypatch, capsys):
     assert "int8" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="expected at least 4096 tokens"):
         export_precision.measure(STORIES, "Once upon a time", 4096)
-
-
-def test_a_gates_decisions_are_kept():
-    config = ScaleConfig(
-        num_hidden_layers=1,
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=4,
-        tie_word_embeddings=False,
-        gate_layer=1,
-    )
-    torch.manual_seed(0)
-    model = ScaleForCausalLM(config).eval()
-    assert model.token_gate is not None
-    model.token_gate.weight.data.normal_()
-    ids = torch.randint(32, (40,))
-    opens = export_precision.score(model, ids, 16).opens
-    assert opens.shape == (40,) and opens.any() and not opens.all()

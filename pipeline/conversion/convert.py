@@ -377,7 +377,10 @@ def _write_export(
         _logger.info("%s", describe_difference(report))
     else:
         _logger.info("%s", describe(report))
-    if model.base.spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False:
+    spec = model.base.spec
+    is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False
+    # transformers ties those of a hosted base within the export.
+    if is_untied and spec.is_native:
         _logger.info(
             "%s: embedding and output are two matrices now, of which the base has one (%s values)",
             output,

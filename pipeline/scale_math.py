@@ -44,6 +44,13 @@ def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
     return y + change
 
 
+def mask_of_rows(masked: Tensor, y: Tensor) -> Tensor:
+    """A mask of tokens [B, S, 1], as it goes with the rows of y: [B, S, ...] or [B * S, ...]."""
+    if y.dim() == 2:
+        return masked.reshape(-1, 1)
+    return masked.view(*masked.shape[:2], *[1] * (y.dim() - 2))
+
+
 def sum_of_squares(x: Tensor, normed_size: int | None = None, rest_scale: float = 0.0) -> Tensor:
     """The sum of squares that an RMSNorm takes: x [..., D] -> [..., 1] in fp32.
 

@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.errors import BaseModelError
 from pipeline.hosted.added_blocks import AddedLayer
 from pipeline.hosted.calls import HIDDEN_STATES
-from pipeline.hosted.own_weights import OwnGains, of_rows
+from pipeline.hosted.own_weights import OwnGains
 from pipeline.hosted.structure import HostedBlock, HostedStructure
 from pipeline.model.decoder_layer import Context
 from pipeline.model.paths import OwnInput
 from pipeline.parallel.linear import LowRankAdapter
-from pipeline.scale_math import masked_sum
+from pipeline.scale_math import mask_of_rows, masked_sum
 
 
 class LayerRun:
@@ -181,7 +181,7 @@ class ExpansionHooks:
             current.own_has_run(name)
             masked = current.masked
             if isinstance(masked, Tensor):
-                masked = of_rows(masked, y)
+                masked = mask_of_rows(masked, y)
             return masked_sum(y, difference(arguments[0]), masked)
 
         module.register_forward_hook(after)
@@ -196,7 +196,7 @@ class ExpansionHooks:
             current.own_has_run(name)
             changed: Tensor = gains(norm, arguments)
             if isinstance(current.masked, Tensor):
-                return torch.where(of_rows(current.masked, y), y, changed)
+                return torch.where(mask_of_rows(current.masked, y), y, changed)
             return changed
 
         norm.register_forward_hook(after)

@@ -89,11 +89,3 @@ def nested(modules: Mapping[str, nn.Module]) -> nn.Module:
             parent = parent.get_submodule(level)
         parent.add_module(leaf, module)
     return tree
-
-
-def of_rows(masked: Tensor, y: Tensor) -> Tensor:
-    """A mask of tokens, [B, S, 1], as it goes with the rows of y: [B, S, ...] or [B * S, ...]."""
-    if y.dim() == 2:
-        return masked.reshape(-1, 1)
-    rows = masked.shape[:2]
-    return masked.view(*rows, *[1] * (y.dim() - 2))

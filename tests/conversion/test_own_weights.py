@@ -151,6 +151,36 @@ def test_logits_token_by_token_equal_logits_at_once(name, method, exports):
     assert_near(found, expected[:, 8:], PARITY)
 
 
+@pytest.mark.full
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "method"), GENERATED)
+def test_steps_without_a_mask_give_the_same_bits(name, method, exports, monkeypatch):
+    """No mask is applied where all tokens of a step are open, or all closed."""
+    model = load_hf_model(exports(name, method, features="token+running_mean")[0])
+    tokens = some_tokens(model.config, 2, 14)
+    behind_gate = ScaleForCausalLM._behind_gate
+    masks = []
+
+    def logits(*, may_skip_masks):
+        def choose(model, paths, opens, may_wait):
+            found = behind_gate(model, paths, opens, may_wait and may_skip_masks)
+            masks.append(found[-1].masked)
+            return found
+
+        monkeypatch.setattr(ScaleForCausalLM, "_behind_gate", choose)
+        cache = None
+        steps = []
+        for part in tokens.split([5, *[1] * 9], dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+        return torch.cat(steps, dim=1)
+
+    found = logits(may_skip_masks=True)
+    assert any(mask is False for mask in masks)
+    assert torch.equal(found, logits(may_skip_masks=False))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}])
 @pytest.mark.parametrize(("name", "method"), GENERATED)

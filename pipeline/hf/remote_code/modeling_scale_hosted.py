@@ -24,8 +24,8 @@ from .scale_hosted_blocks import (
     HostedInputs,
     HostedNorm,
 )
-from .scale_hosted_own import low_rank_differences, of_rows, own_gains
-from .scale_math import masked_sum, own_row_logits
+from .scale_hosted_own import low_rank_differences, own_gains
+from .scale_math import mask_of_rows, masked_sum, own_row_logits
 from .scale_streams import ScaleOwnInput, own_row_table
 
 
@@ -392,7 +392,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         change = self.layers.get_submodule(f"{index}.adapter.{name}")(args[0])
         if current.closed is None:
             return y + change
-        return masked_sum(y, change, of_rows(current.closed, y))
+        return masked_sum(y, change, mask_of_rows(current.closed, y))
 
     def _change_gain(
         self, index: int | None, name: str, norm: nn.Module, args: tuple[Any, ...], y: Tensor
@@ -405,7 +405,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         changed: Tensor = self.get_submodule(path)(norm, args)
         if current.closed is None:
             return changed
-        return torch.where(of_rows(current.closed, y), y, changed)
+        return torch.where(mask_of_rows(current.closed, y), y, changed)
 
     def _keep_input(
         self, place: tuple[int, int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

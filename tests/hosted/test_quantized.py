@@ -110,6 +110,13 @@ def test_other_quantized_weights_are_refused_in_one_line(folders, tmp_path):
         open_base(folder, "transformers")
 
 
+def test_fp8_without_accelerate_is_refused_in_one_line(folders, tmp_path, monkeypatch):
+    folder = shutil.copytree(folders["FP8"], tmp_path / "copy")  # a folder is read once
+    monkeypatch.setattr("pipeline.hosted.read_spec.is_accelerate_available", lambda: False)
+    with pytest.raises(BaseModelError, match="pip install accelerate"):
+        open_base(folder, "transformers")
+
+
 def test_scales_that_are_missing_are_refused(folders, tmp_path):
     folder = shutil.copytree(folders["FP8"], tmp_path / "damaged")
     tensors = load_file(folder / "model.safetensors")

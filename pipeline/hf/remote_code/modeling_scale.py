@@ -412,11 +412,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if self.config.routed or is_base_alone:
             return paths
         masked: bool | Tensor = ~opens
-        if may_wait and opens.all():
-            masked = False
-        elif may_wait and not opens.any():
-            # What open tokens have of their own is not computed at all.
-            masked = True
+        if may_wait:
+            # Read once: each read makes the host wait for a GPU.
+            opened = int(opens.count_nonzero())
+            if opened == opens.numel():
+                masked = False
+            elif opened == 0:
+                # What open tokens have of their own is not computed at all.
+                masked = True
         if base is model:
             return [model._replace(masked=masked)]
         # The base and the model, which both ran below the gate, are joined. Closed tokens go on

@@ -12,6 +12,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.find import build_without_memory, find_structure
@@ -97,6 +98,11 @@ def _check_quantization(quantization: object) -> None:
         raise BaseModelError(
             f"quantization_config.quant_method: expected one of {', '.join(DEQUANTIZED)}, which "
             f"are dequantized when they are loaded, found {method!r:.40}; use the original model"
+        )
+    if method == "fp8" and not is_accelerate_available():
+        raise BaseModelError(
+            "quantization_config.quant_method: transformers loads fp8 with the package accelerate, "
+            "which is not installed; run: pip install accelerate"
         )
 
 

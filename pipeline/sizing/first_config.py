@@ -26,8 +26,8 @@ from pipeline.installation import with_pages_found
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import GATE_LAYER, Widths
-from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.cluster import GIB, Cluster
+from pipeline.sizing.estimate import open_estimator, parameters_of
 from pipeline.sizing.meta_device import NotTracedError
 
 _SAMPLE_BYTES = 4 * 2**20
@@ -69,6 +69,8 @@ _KL_FRACTION_OF_CHATS = 1 / 8
 answers to users of the new language end, and tuning on their chats begins from what the base can do
 (docs/results/chat.md)."""
 _CHATS_HELDOUT = 0.01
+_MUON_STATE_BYTES = 12
+"""Bytes of training state a parameter: weight, gradient, master weight and momentum."""
 _GATE_TEXT = 4
 """Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
 twice that to spare."""
@@ -210,13 +212,18 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
             values["method"] |= {"norm": "base"}  # which a merged export needs
         config, values = _fitted(values, cluster)
     comments = {
+        "gate": _gate_comment(spec),
         "data": _data_comment(values, learned, known) + _chats_comment(wanted, tokenizer),
         "stages": (
             "First the texts, then chats in the new language, with the loss on their answers alone "
             "(docs/chat.md)."
         ),
     }
-    text = _as_yaml(values | {"base": str(wanted.base)}, comments, spec, learned, cluster)
+    comments["method"] = _method_comment(values, spec)
+    if _may_be_a_difference(values, spec):
+        base_parameters = parameters_of(config, spec).base
+        comments["method"] += "\n" + _difference_comment(base_parameters)
+    text = _as_yaml(values | {"base": str(wanted.base)}, comments, learned, cluster)
     return config, with_pages_found(text)
 
 
@@ -474,7 +481,6 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
 def _as_yaml(
     values: dict[str, Any],
     comments: dict[str, str],
-    spec: DecoderSpec,
     learned: TextMeasure,
     cluster: Cluster,
 ) -> str:
@@ -486,8 +492,6 @@ def _as_yaml(
             "Every setting is explained in docs/configuration.md; see what this file says with "
             "`scale-cpt config show`."
         ),
-        "method": _method_comment(values, spec),
-        "gate": _gate_comment(spec),
         "schedule": _schedule_comment(values, learned),
         "deepspeed": (
             f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
@@ -562,6 +566,22 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
         f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
         f"{twice}\nSuch a run leaves in the format scale."
+    )
+
+
+def _may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
+    """Whether full fine-tuning behind the gate could leave as a packed difference."""
+    return (
+        "gate" in values and "vocabulary" not in values and spec.is_native and spec.mixture is None
+    )
+
+
+def _difference_comment(base_parameters: int) -> str:
+    state = base_parameters * _MUON_STATE_BYTES / GIB
+    return (
+        "Full fine-tuning by Muon behind the same gate learns more, where its training state of "
+        f"{state:,.3g} GiB over all\nranks fits: method {{name: fft}}, schedule.optimizer muon, "
+        "then scale-cpt convert --format difference\n(docs/gate.md#the-full-difference)."
     )
 
 

@@ -35,6 +35,16 @@ NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
+def test_it_names_the_full_difference_and_its_state_where_a_run_may_leave_so():
+    wanted = FirstRun("first", STORIES, NEW, OLD)
+    _, text = propose(wanted, Cluster(1))
+    gib = 260_032 * 12 / 2**30  # 12 bytes of state for each of the base's parameters
+    assert f"training state of {gib:.3g} GiB" in text
+    assert "--format difference" in text
+    _, text = propose(replace(wanted, gated=False), Cluster(1))
+    assert "difference" not in text
+
+
 @pytest.mark.parametrize(
     "cluster",
     [Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0, on_cpu=True), Cluster(1), Cluster(24)],

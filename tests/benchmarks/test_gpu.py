@@ -49,7 +49,7 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
     [
         ("exports", [None, True, None]),
         ("watchdog", [True, True]),
-        ("memory", [None] * 20),
+        ("memory", [None] * 22),
         ("step-1b-4096", [None] * 2),
     ],
 )

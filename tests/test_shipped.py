@@ -28,6 +28,7 @@ BASES = {
     "korean_none": "llama-1m",
     "chat_plain": "llama-0.7m",
     "stages": "llama-1m",
+    "frontier_long": "llama-1m",
 }
 CLUSTERS = (8, 16, 32, 64, 128)
 RANKS = {

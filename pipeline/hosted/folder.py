@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
+from pipeline.errors import BaseModelError
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.transformers_model import load_whole_base
 from pipeline.model.base_folder import BaseFolder
@@ -21,6 +24,16 @@ _TYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_CODES = ("F8_E4M3", "F8_E5M2", "I8")
+"""Types of safetensors that hold codes, in a folder whose weights are in fp8; I8: two of 4 bits."""
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file: its type as safetensors calls it, and its number of elements."""
+
+    name: str
+    dtype: str
+    size: int
 
 
 @dataclass(frozen=True)
@@ -33,22 +46,54 @@ class HostedFolder(BaseFolder):
     @cached_property
     def dtype(self) -> torch.dtype:
         """The type that the base was published in: that of its largest tensor."""
+        largest = 0
+        found = "F32"
+        for stored in self._stored():
+            if stored.size > largest and stored.dtype in _TYPES:
+                largest = stored.size
+                found = stored.dtype
+        return _TYPES[found]
+
+    def whole(self, dtype: torch.dtype) -> nn.Module:
+        """The base as transformers loads it, on the CPU.
+
+        Raises:
+            BaseModelError: transformers cannot load it, or would read other weights than its own.
+        """
+        _ = self.file_of  # refuses a folder from which transformers would read other weights
+        if self.spec.quantization == "FP8":
+            self._check_scales()
+        return load_whole_base(self.path, self.spec, dtype)
+
+    def _check_scales(self) -> None:
+        """Checks that each matrix in fp8 has its scale, under a name that transformers reads.
+
+        Without one transformers takes the codes for the values, and says nothing.
+
+        Raises:
+            BaseModelError: a matrix has none.
+        """
+        for stored in self._stored():
+            if stored.dtype not in _CODES:
+                continue
+            stem = stored.name.removesuffix("weight")
+            # As transformers' `Fp8Dequantize` pairs them, and FineGrainedFP8HfQuantizer renames.
+            scales = {f"{stored.name}_scale_inv", f"{stem}scale", f"{stem}qscale_weight"}
+            if scales.isdisjoint(self.file_of):
+                raise BaseModelError(
+                    f"{self.file_of[stored.name]}: {stored.name} is in fp8: expected its scale, "
+                    f"{stored.name}_scale_inv, found none that transformers reads; copy the folder "
+                    "again, or use the original model"
+                )
+
+    def _stored(self) -> Iterator[_Stored]:
+        """All tensors of the files."""
         names_of: dict[Path, list[str]] = defaultdict(list)
         for name, file in self.file_of.items():
             names_of[file].append(name)
-        largest = 0
-        found = "F32"
         for file, names in names_of.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
                     view = tensors.get_slice(name)
                     size = torch.Size(view.get_shape()).numel()
-                    if size > largest and view.get_dtype() in _TYPES:
-                        largest = size
-                        found = view.get_dtype()
-        return _TYPES[found]
-
-    def whole(self, dtype: torch.dtype) -> nn.Module:
-        """The base as transformers loads it, on the CPU."""
-        _ = self.file_of  # refuses a folder from which transformers would read other weights
-        return load_whole_base(self.path, self.spec, dtype)
+                    yield _Stored(name, view.get_dtype(), size)

@@ -25,7 +25,7 @@ def own_tokens_of(
     Raises:
         ConfigError: no token is as frequent as `method.own_rows.min_count` asks.
         DataError: a corpus of role new is not tokenized yet, or by another tokenizer, or holds an
-            id beyond the base's vocabulary.
+            id for which neither the base nor the run's vocabulary has a row.
     """
     method = config.method
     if not isinstance(method, (ScaleMethod, Lora)) or method.own_rows is None:
@@ -85,8 +85,8 @@ def token_counts(
             of_part = np.bincount(ids, minlength=vocab_size)
             if len(of_part) > vocab_size:
                 raise DataError(
-                    f"{folder}: holds the id {len(of_part) - 1}, and the base has {vocab_size} "
-                    "rows; tokenize it with the base's tokenizer"
+                    f"{folder}: holds the id {len(of_part) - 1}, and base and vocabulary have "
+                    f"{vocab_size} rows; tokenize it with the run's tokenizer"
                 )
             counts += of_part
     return counts

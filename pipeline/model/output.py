@@ -179,7 +179,8 @@ class OutputProjection(nn.Module):
         rows = elements // self.vocabulary.width
         # Soft-capping keeps one more value for each logit, KL two more: the base's logit, and the
         # difference.
-        # Own rows take as much again as the logits, while they are added.
+        # Own rows take as much again: in training while the gradient of the shared row is summed
+        # in fp32, otherwise while they are added.
         capped = int(self.softcap is not None) + int(self.own_rows is not None)
         size = max(1, rows // (1 + capped))
         kl_size = max(1, rows // (3 + capped))

@@ -111,7 +111,7 @@ class OwnInputRows(nn.Module):
     """The trained differences of the embedding's rows, for open tokens.
 
     Attributes:
-        rows: [n + 1, D], split over the ranks as the embedding is.
+        rows: [r, D] with `row_of.rows` rows, split over the ranks as the embedding is.
     """
 
     def __init__(self, row_of: OwnRowOfToken, hidden_size: int, *, tp: TensorParallel) -> None:
@@ -123,7 +123,8 @@ class OwnInputRows(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [B, S] -> what is added to x: [B, S, D]; with sequence parallelism as x is split.
 
-        A new token, whose id is beyond the base's vocabulary, has a row elsewhere: it gets zeros.
+        A new token gets zeros, as its row is elsewhere: in training its id is beyond the base's
+        vocabulary; of a trained model that is read whole it has the row of zeros.
         """
         table = self.row_of.on(tokens.device)
         is_new = tokens >= len(table)

@@ -201,8 +201,12 @@ def _run_until_gate(
     """The layers below a gate that reads above layer `first_changed`: two passes, joined there.
 
     The base alone gives the gate's features, and the x of closed tokens. The whole model, as if all
-    tokens were open, as in training, gives the x of open tokens, and x_up. So below the gate closed
+    tokens were open, as in training, gives both streams of open tokens. So below the gate closed
     tokens attend to the base's keys alone, and open ones to those of open tokens alone.
+
+    Closed tokens go on with an x_up of zeros. The open pass has one too, but beside an x that
+    training may have made many times as large as the base's, by which norms of kind `base` divide:
+    too large an x_up would be read by all open tokens behind it (docs/adr/0033).
     """
     streams = run_widened(layers.part(None, first_changed), streams)
     base_x = streams[0]
@@ -214,7 +218,10 @@ def _run_until_gate(
         streams = layers.run(layer, streams)
     closed = closes(base_x)
     x, x_up = streams
-    return (torch.where(closed, base_x, x), x_up), closed
+    x = torch.where(closed, base_x, x)
+    if x_up is not None:
+        x_up = x_up.masked_fill(closed, 0)
+    return (x, x_up), closed
 
 
 def run_routed_with_gate(

@@ -21,6 +21,7 @@ def likeliest_continuations(
     new_tokens: int,
     longest: int,
     device: torch.device,
+    longest_prompt: int | None = None,
     have_ended: Callable[[list[list[int]]], bool] | None = None,
 ) -> list[list[int]]:
     """The ids that follow each prompt, at most `new_tokens` of each.
@@ -28,9 +29,10 @@ def likeliest_continuations(
     No random number is drawn. The model is that of training, without a gate. Nothing is kept from
     one token to the next, so that every token takes a pass over the whole text.
 
-    Under ZeRO-3 and tensor parallelism all ranks run each layer together: every rank must call this
-    with equal `new_tokens` and a prompt that leaves room for them, and tensor-parallel neighbours
-    with equal prompts.
+    Under ZeRO-3, tensor parallelism and experts over ranks all ranks run each layer together: every
+    rank must call this with equal `new_tokens` and a prompt that leaves room for them,
+    tensor-parallel neighbours with equal prompts, and ranks that share experts with as many prompts
+    and an equal `longest_prompt`.
 
     Args:
         engine: the engine that trains.
@@ -38,11 +40,15 @@ def likeliest_continuations(
         new_tokens: how many tokens follow at most.
         longest: the most tokens that are read at once, prompt and continuation.
         device: of the engine.
+        longest_prompt: the number of tokens of the longest prompt on any rank; None: every rank has
+            the same prompts.
         have_ended: whether no more tokens of these continuations are of interest. A rank goes on
             until that holds on every rank. None: all tokens are.
     """
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    needed = int(lengths.max()) + new_tokens
+    if longest_prompt is None:
+        longest_prompt = int(lengths.max())
+    needed = longest_prompt + new_tokens
     # Sequence parallelism splits a sequence over the tensor-parallel ranks.
     tp_size = engine.tensor_parallel.size
     width = min(-(-needed // tp_size) * tp_size, longest)
@@ -53,7 +59,7 @@ def likeliest_continuations(
     rows = torch.arange(len(prompts), device=device)
     written = 0
     with engine.evaluating():
-        while written < min(new_tokens, width - int(lengths.max())):
+        while written < min(new_tokens, width - longest_prompt):
             # What follows the last token is not read: attention is causal.
             hidden = engine.hidden_states(_batch(tokens), "model")
             last = hidden.rows(rows * width + lengths + written - 1)

@@ -154,19 +154,22 @@ class TaskScores(Observer):
                 group = places[first : first + size * layout.dp_size]
                 start = layout.dp_rank(trainer.rank) * size
                 own = group[start : start + size]
-                # All ranks must run the same forwards.
-                answered = [questions[place] for place in own or group[:1]]
+                # All ranks must run the same forwards, on as many tokens: the first question fills
+                # up a micro-batch.
+                filled = [*own, *[group[0]] * (size - len(own))]
+                answered = [questions[place] for place in filled]
                 continued = likeliest_continuations(
                     trainer.engine,
                     [question.prompt for question in answered],
                     new_tokens=new_tokens,
                     longest=trainer.config.data.sequence_length,
                     device=trainer.device,
+                    longest_prompt=max(len(questions[place].prompt) for place in group),
                     have_ended=partial(_have_ended, answered, tokenizer),
                 )
                 if layout.tp_rank(trainer.rank) != 0 or not own:
                     continue  # tensor-parallel neighbours have the same answers
-                for place, ids in zip(own, continued, strict=True):
+                for place, ids in zip(own, continued, strict=False):
                     kept = until_the_end(ids, tokenizer)
                     rows[place, 0] = len(kept)
                     rows[place, 1 : 1 + len(kept)] = torch.tensor(kept, device=trainer.device)

@@ -289,7 +289,9 @@ class Estimator:
             recomputations = tuple(one for one in RECOMPUTATIONS if one[1] == "nothing")
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
-        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
+        parallel = self.config.parallel.model_copy(update={"expert_size": 1})
+        without_shared_experts = self.config.model_copy(update={"parallel": parallel})
+        stages = (1, 2, 3) if zero3_unsupported_reason(without_shared_experts) is None else (1, 2)
         for stage, tp_size, recomputation in product(stages, sorted(sizes), recomputations):
             choice = Choice(stage, tp_size, *recomputation)
             has_replicas = tp_size < self.cluster.gpus

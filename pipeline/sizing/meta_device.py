@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.spec import HostedSpec
 from pipeline.model.spec import DecoderSpec
 
@@ -46,16 +46,15 @@ def foreign_code_traced(spec: DecoderSpec) -> Iterator[None]:
     if not isinstance(spec, HostedSpec):
         yield
         return
-    try:
-        with _kernels_of_gpus():
-            yield
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise NotTracedError(
-            f"memory and time of a {spec.family} are not estimated: transformers' code of it does "
-            f"not run without data ({reason:.120}); train a few steps, and read memory_peak_* and "
-            "tokens_per_second_per_gpu in the run's metrics.jsonl"
-        ) from None
+    what = (
+        f"memory and time of a {spec.family} are not estimated (train a few steps, and read "
+        "memory_peak_* and tokens_per_second_per_gpu in the run's metrics.jsonl): transformers' "
+        "code of it does not run without data"
+    )
+    # A RuntimeError of torch, or whatever that code happens to raise: an estimate is not worth the
+    # run that asks for it.
+    with faults_of_library(what, NotTracedError), _kernels_of_gpus():
+        yield
 
 
 @contextmanager

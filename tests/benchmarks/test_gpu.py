@@ -13,8 +13,8 @@ import torch
 from benchmarks import gpu_step
 from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu_step import Contender, Shape, StepTime, Variant
-from benchmarks.results import ROOT
+from benchmarks.gpu_step import Contender, Shape, Variant
+from benchmarks.results import ROOT, Elapsed
 from tests.benchmarks.calls import rows_of
 
 pytestmark = pytest.mark.full
@@ -112,9 +112,9 @@ def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():
     """Two variants of which the second takes half the time; two of its three steps are delayed."""
     shape = Shape(gpu_step.TINY.architecture, 1, 16, 2)
     full = Contender(Variant("fft"), shape, CPU, torch.float32)
-    full.steps = [StepTime(2.0, 4.0), StepTime(2.0, 4.0), StepTime(2.2, 4.0)]
+    full.steps = [Elapsed(2.0, 4.0), Elapsed(2.0, 4.0), Elapsed(2.2, 4.0)]
     half = Contender(Variant("preserve"), shape, CPU, torch.float32)
-    half.steps = [StepTime(3.0, 2.1), StepTime(1.0, 2.0), StepTime(3.0, 2.0)]
+    half.steps = [Elapsed(3.0, 2.1), Elapsed(1.0, 2.0), Elapsed(3.0, 2.0)]
     reference, row = gpu_step.rows_of([full, half])
     assert (row["seconds_per_step"], row["seconds_min"], row["seconds_max"]) == (3.0, 1.0, 3.0)
     assert row["cpu_seconds_per_step"] == 2.0
@@ -126,7 +126,7 @@ def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():
 
 def test_a_gpu_has_no_processor_time():
     own = Contender(Variant("fft"), gpu_step.TINY, torch.device("cuda"), torch.float32)
-    own.steps = [StepTime(2.0, 4.0)]
+    own.steps = [Elapsed(2.0, 4.0)]
     assert "cpu_seconds_per_step" not in own.row()
     assert "ratio_to_fft_min" in gpu_step.columns_of(own.device)
     assert "ratio_to_fft_cpu" not in gpu_step.columns_of(own.device)

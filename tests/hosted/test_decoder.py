@@ -145,7 +145,8 @@ def test_gradients_of_a_scaled_output_are_those_of_autograd(base):
         found = trained_gradients(model)
         model.zero_grad()
         hidden = model.hidden_states(tokens)
-        z = model.output._base_logits(hidden.x) + hidden.x_up @ model.output.expansion.T
+        of_base = model.output._base_logits(hidden.x, model.output.base)
+        z = of_base + hidden.x_up @ model.output.expansion.T
         scale = folder.spec.logit_scale
         z = z / scale.factor if scale.divides else z * scale.factor
         if (cap := folder.spec.output_softcap) is not None:

@@ -127,6 +127,21 @@ def test_scales_that_are_missing_are_refused(folders, tmp_path):
         open_base(folder, "transformers").whole(torch.float32)
 
 
+@pytest.mark.parametrize("renamed", [None, "weight_scale"])
+def test_a_matrix_whose_scale_is_not_read_is_refused(renamed, folders, tmp_path):
+    """transformers takes the codes for the values of such a matrix. Other tools than DeepSeek's
+    call the scale `weight_scale`."""
+    folder = shutil.copytree(folders["FP8"], tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("o_proj.weight_scale_inv"))
+    scale = tensors.pop(name)
+    if renamed is not None:
+        tensors[name.replace("weight_scale_inv", renamed)] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=f"is in fp8: expected its scale, {name}, found none"):
+        open_base(folder, "transformers").whole(torch.float32)
+
+
 @pytest.mark.parametrize("infinity", ['{"__float__": "Infinity"}', "Infinity"])
 def test_infinite_numbers_of_a_config_are_read(infinity, tmp_path):
     """transformers 5 and 4 write them so; neither is a number of JSON."""

@@ -79,7 +79,7 @@ def test_new_tokens_of_a_run_are_not_counted(tokens, tmp_path, monkeypatch):
     all_ids = chosen(config)
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     base_rows = all_ids[-1]
-    with pytest.raises(DataError, match=f"the base has {base_rows} rows"):
+    with pytest.raises(DataError, match=f"base and vocabulary have {base_rows} rows"):
         own_tokens_of(config, base_rows, tokenizer_fingerprint=fingerprint)
     record = SimpleNamespace(tokens=[None] * (VOCAB_SIZE - base_rows))
     monkeypatch.setattr(own_tokens, "read_vocabulary", lambda folder: record)

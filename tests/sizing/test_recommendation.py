@@ -87,6 +87,19 @@ def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
     assert choice is None and reason.startswith("nothing fits: ZeRO-1 x tp 1 needs")
 
 
+def test_layouts_are_the_same_whatever_the_run_has():
+    """ZeRO-3 is refused with experts over ranks, and compared without them all the same."""
+    source = BASES / "qwen3-30b-a3b.json"
+    found = []
+    for size in (1, 2):
+        config = run_of("llama-3.2-1b", deepspeed="zero1.json", parallel={"expert_size": size})
+        opened = open_estimator(config, Cluster(8), base_config=source)
+        found.append(set(opened.all_choices()))
+    assert found[0] == found[1]
+    assert {choice.expert_size for choice in found[0] if choice.zero_stage == 3} == {1}
+    assert {choice.expert_size for choice in found[0] if choice.zero_stage < 3} == {1, 2, 4, 8}
+
+
 def test_a_quantised_70b_base_takes_a_half_or_less():
     """Each element of the linear maps takes 8, or 4.5, of its 16 bits; the rest stays."""
     source = BASES / "llama-3.1-70b.json"

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import RESUME_LATER
+from pipeline.evaluation.training_tasks import WrittenQuestion
+from pipeline.observers.tasks import TaskScores
+from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.self_generated.helpers import random_base
 from tests.training.journeys import METHODS
@@ -51,15 +57,29 @@ def held_experts(config: Any) -> tuple[int, float]:
     return len(experts.gate.weight), trainer.step0_difference
 
 
+def written_answers(config: Path) -> list[str]:
+    """What the model of a run about to start writes after three prompts of different lengths."""
+    scores = TaskScores(prepared(config))
+    tokenizer = load_tokenizer(STORIES)
+    texts = ["Once upon a time there was a little girl", "The", "One day, a dog"]
+    questions = [WrittenQuestion(ids_of(tokenizer, text), 6, ["."]) for text in texts]
+    return scores._write(questions)
+
+
 @pytest.fixture(scope="module")
-def runs(tokens, tmp_path_factory):
+def mixture(tmp_path_factory):
+    """The folder of a base with experts."""
+    return str(random_base("qwen3_moe dense layer", tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def runs(tokens, mixture, tmp_path_factory):
     """The folder of all runs, by kind: with experts over ranks, without, and resumed elsewhere."""
     folder = tmp_path_factory.mktemp("shared")
-    base = str(random_base("qwen3_moe dense layer", folder / "base"))
 
     def jobs(kind, make, job, changes):
         for name in RUNS:
-            settings = {"base": base, "schedule__steps": STEPS, **settings_of(name), **changes}
+            settings = {"base": mixture, "schedule__steps": STEPS, **settings_of(name), **changes}
             yield partial(job, make(folder / kind / name, tokens, **settings))
 
     done = [[0] * len(RUNS)]
@@ -71,33 +91,44 @@ def runs(tokens, tmp_path_factory):
         shutil.copytree(folder / "stopped", folder / kind)
         continued = list(jobs(kind, write_config, train, changes))
         assert run_ranks(in_turn, ranks, continued) == done * ranks
-    return folder, tokens, base
+    return folder
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains_as_with_all_experts_on_every_rank(runs, name):
-    folder, *_ = runs
-    shared = losses(folder / "shared" / name)
+    shared = losses(runs / "shared" / name)
     assert len(shared) == STEPS and shared[-1] < shared[0]
     for kind in ("alone", "moved"):
-        assert losses(folder / kind / name) == pytest.approx(shared, rel=CLOSE)
-    assert metrics(folder / "resumed" / name) == metrics(folder / "shared" / name)
+        assert losses(runs / kind / name) == pytest.approx(shared, rel=CLOSE)
+    assert metrics(runs / "resumed" / name) == metrics(runs / "shared" / name)
 
 
-def test_each_rank_holds_its_experts_and_keeps_the_base(runs, tmp_path):
-    _, tokens, base = runs
-    settings = {"base": base, **settings_of("adapt")}
+def test_each_rank_holds_its_experts_and_keeps_the_base(tokens, mixture, tmp_path):
+    settings = {"base": mixture, **settings_of("adapt")}
     config = make_run(tmp_path, tokens, **settings)
     assert run_ranks(held_experts, 2, config) == [(3, 0.0)] * 2
 
 
-def test_experts_that_train_are_refused(runs, tmp_path):
-    _, tokens, base = runs
+def test_ranks_that_share_experts_write_the_answers_of_one_rank(tokens, mixture, tmp_path):
+    """Also where the prompts of a micro-batch are few, and of other lengths than on other ranks."""
+    jobs = []
+    for kind, changes in (("shared", {}), ("alone", ALONE)):
+        settings = {
+            "base": mixture,
+            "schedule__micro_batch_size": 2,
+            **settings_of("adapt"),
+        } | changes
+        jobs.append(partial(written_answers, make_run(tmp_path / kind, tokens, **settings)))
+    shared, alone = run_ranks(in_turn, 2, jobs)[0]
+    assert shared == alone and len(set(shared)) == 3
+
+
+def test_experts_that_train_are_refused(tokens, mixture, tmp_path):
     jobs = []
     for name in ("fft", "freeze", "llama_pro"):
         method = METHODS[name] | ({"added_layers": 1} if name == "llama_pro" else {})
         method |= {"frozen_layers": 1} if name == "freeze" else {}
-        config = make_run(tmp_path / name, tokens, base=base, method=method, zero=1, **SHARED)
+        config = make_run(tmp_path / name, tokens, base=mixture, method=method, zero=1, **SHARED)
         jobs.append(partial(train, config))
     for fault in run_ranks(in_turn, 2, jobs)[0]:
         assert "parallel.expert_size: expected 1 with method.name" in fault

@@ -412,16 +412,24 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if self.config.routed or is_base_alone:
             return paths
         masked: bool | Tensor = ~opens
-        if may_wait and opens.all():
-            masked = False
-        elif may_wait and not opens.any():
-            # What open tokens have of their own is not computed at all.
-            masked = True
-        # One path, or the base and the model that ran twice below the gate.
-        x = model.x
-        if base is not model:
-            x = torch.where(opens, model.x, base.x)
-        return [StreamPath(x, model.x_up, masked)]
+        if may_wait:
+            # Read once: each read makes the host wait for a GPU.
+            opened = int(opens.count_nonzero())
+            if opened == opens.numel():
+                masked = False
+            elif opened == 0:
+                # What open tokens have of their own is not computed at all.
+                masked = True
+        if base is model:
+            return [model._replace(masked=masked)]
+        # The base and the model, which both ran below the gate, are joined. Closed tokens go on
+        # without an x_up: beside the base's x, by which it would be normalised, it may be far too
+        # large.
+        x = torch.where(opens, model.x, base.x)
+        x_up = model.x_up
+        if x_up is not None:
+            x_up = x_up.masked_fill(~opens, 0)
+        return [StreamPath(x, x_up, masked)]
 
     def _with_own_input(self, path: StreamPath, tokens: Tensor) -> StreamPath:
         """The path, in whose x open tokens [B, S] have added rows of their own; not where all is

@@ -275,7 +275,8 @@ class ScaleEmbedding(nn.Module):
 class ScaleOwnInput(nn.Module):
     """What open tokens add to x where weights of their own begin: tokens [B, S] -> [B, S, D].
 
-    Tokens that were too rare to learn a row of their own share the last one.
+    Tokens that were too rare to learn a row of their own share one row, behind those of the others.
+    Where the vocabulary was extended, new tokens have one more, of zeros.
     """
 
     row_of_token: Tensor

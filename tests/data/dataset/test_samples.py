@@ -162,10 +162,13 @@ def stages_of(data: Data, *stages: dict[str, object]) -> list[TrainingStage]:
     steps = sum(int(str(stage["steps"])) for stage in stages)
     values["schedule"] |= {"steps": steps, "global_batch_size": 4, "micro_batch_size": 2}
     named = [{"name": f"stage{number}", **stage} for number, stage in enumerate(stages)]
-    config = parse_config(
-        values | {"data": data.model_dump(mode="json"), "stages": named, "gate": None},
-        source="a test",
-    )
+    changed = {
+        "method": {"name": "fft"},
+        "gate": None,
+        "data": data.model_dump(mode="json"),
+        "stages": named,
+    }
+    config = parse_config(values | changed, source="a test")
     return training_stages(config)
 
 

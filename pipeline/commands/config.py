@@ -29,8 +29,8 @@ _INIT = """\
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl
     scale-cpt config init --base org/name --new hf://org/texts --old general.jsonl --gpus 8
 
-A line of a .txt file is a document. For chats, and for other documents, set `messages_key` or
-`document` of the corpus in the file that is written (docs/data.md)."""
+A line of a .txt file is a document; for other documents set `document` of the corpus in the file
+that is written (docs/data.md). Chats are given by --old-chats and --new-chats (docs/chat.md)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="texts of what the base knows, for replay",
+        help="texts of what the base knows, to measure what is forgotten: none is trained on",
     )
     init.add_argument(
         "--text-key", default="text", help="the key or column of the documents (default: text)"

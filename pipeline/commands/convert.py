@@ -13,7 +13,8 @@ Format `merged` loads anywhere, with no code of ours. Format `scale` carries its
 what training changed, in --bits bits. Format `expansion` holds only what SCALE added. Format `peft`
 is an adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is
 merged where possible, else difference or scale. A run whose configuration has a section `gate` is
-converted with its gate, into the format `scale` or `difference`, or --without-gate.
+converted with its gate, into the format `scale` or `difference`, or --without-gate; `expansion` has
+no gate either way.
 
 A wider merged model in fp32 is stored for serving: its added channels are too small for other tools
 to train. With `--for training` they can, and its logits differ a little more from the model that

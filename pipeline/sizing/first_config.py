@@ -330,8 +330,8 @@ def _with_own_weights(
 ) -> dict[str, Any]:
     """The method for a run with a gate: what closed tokens never read may change more.
 
-    With a mixture of experts there are no low-rank differences: its experts have none, and what
-    those of attention alone gain was not measured.
+    On a mixture of experts no low-rank differences are proposed: its experts have none, and what
+    those of its other maps gain was not measured.
     """
     if isinstance(spec, HostedSpec):
         return _hosted_with_own_weights(method, spec, with_rows=with_rows)

@@ -372,6 +372,4 @@ def zero3_unsupported_reason(config: RunConfig) -> tuple[str, str] | None:
         return "compile", "a layer that gathers its parameters cannot be compiled"
     if config.base_precision != "bf16":
         return "base_precision", f"a base in {config.base_precision} is held whole by every rank"
-    if config.parallel.expert_size > 1:
-        return "parallel.expert_size", "nothing has run it with experts over ranks yet"
     return None

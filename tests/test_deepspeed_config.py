@@ -10,16 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.run import load_config
 from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import (
     accumulation_steps,
-    deepspeed_config_of,
     load_deepspeed_config,
 )
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.parallel.topology import Layout
-from tests.training.runs import write_config
 
 SHIPPED = sorted((Path(__file__).parents[1] / "ds_configs").glob("*.json"))
 
@@ -75,14 +72,6 @@ def test_what_cannot_work_is_refused(tmp_path, values, tp_size, message):
     )
     if tp_size > 1:  # hpZ by itself works
         assert load_deepspeed_config(path, Layout(4)).zero_stage == 3
-
-
-def test_zero3_is_refused_where_ranks_share_experts(tmp_path):
-    config = load_config(write_config(tmp_path, tmp_path, zero=3, parallel__expert_size=2))
-    with pytest.raises(
-        ConfigError, match=r"parallel.expert_size: expected ZeRO-1 or 2, found ZeRO-3 in "
-    ):
-        deepspeed_config_of(config, Layout(2, 1, 2))
 
 
 WRONG_TYPES = [

@@ -289,9 +289,7 @@ class Estimator:
             recomputations = tuple(one for one in RECOMPUTATIONS if one[1] == "nothing")
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
-        parallel = self.config.parallel.model_copy(update={"expert_size": 1})
-        without_shared_experts = self.config.model_copy(update={"parallel": parallel})
-        stages = (1, 2, 3) if zero3_unsupported_reason(without_shared_experts) is None else (1, 2)
+        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
         for stage, tp_size, recomputation in product(stages, sorted(sizes), recomputations):
             choice = Choice(stage, tp_size, *recomputation)
             has_replicas = tp_size < self.cluster.gpus
@@ -301,8 +299,7 @@ class Estimator:
         own_groups = own.tp_size, own.expert_size
         if own.expert_size > 1 and own_groups not in groups:
             groups.append(own_groups)
-        # ZeRO-3 is refused with experts over ranks: see `zero3_unsupported_reason`.
-        for stage, (tp_size, expert_size) in product((1, 2), groups):
+        for stage, (tp_size, expert_size) in product(stages, groups):
             for recomputation in RECOMPUTATIONS:
                 yield Choice(stage, tp_size, *recomputation, expert_size)
 

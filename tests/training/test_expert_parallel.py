@@ -39,13 +39,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapt": {"zero": 1, **PADDED, "activation_checkpointing": "all", "data__replay_loss": "kl"},
     "route": {"zero": 1, **PADDED, "activation_checkpointing": "all"},
     "lora": {"zero": 2, **PADDED, "base_precision": "nf4"},
+    "adapt ZeRO-3": {"zero": 3, **SHARED},
+    "preserve ZeRO-3": {"zero": 3, **PADDED, "activation_checkpointing": "all"},
 }
 ALONE = {"parallel__expert_size": 1, "parallel__padded_experts": False}
 CLOSE = 1e-4
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    method = METHODS[name]
+    method = METHODS[name.split()[0]]
     both = {"l_fp": 1, "collaborative_modules": "both"} if "l_fp" in method else {}
     return {"method": method | both, **RUNS[name]}
 

@@ -1,6 +1,6 @@
 """What a packed difference keeps of a fully fine-tuned run with a gate, on its held-out texts.
 
-    python -m benchmarks.difference_quality runs/frontier/quick/fft_muon_difference.lr_0.008.seed_1
+    python -m benchmarks.difference_quality runs/frontier/quick/fft_muon_difference.lr_0.018.seed_1
 
 By number of bits: perplexity of each held-out corpus by the export, what it takes on disk, and the
 share of the learned change that is lost. Beside it the base, the trained model, and both by the

@@ -111,7 +111,8 @@ def test_other_quantized_weights_are_refused_in_one_line(folders, tmp_path):
 
 
 def test_fp8_without_accelerate_is_refused_in_one_line(folders, tmp_path, monkeypatch):
-    folder = shutil.copytree(folders["FP8"], tmp_path / "copy")  # a folder is read once
+    folder = shutil.copytree(folders["FP8"], tmp_path / "copy")
+    change_json(folder / "config.json", max_position_embeddings=77)  # a configuration is read once
     monkeypatch.setattr("pipeline.hosted.read_spec.is_accelerate_available", lambda: False)
     with pytest.raises(BaseModelError, match="pip install accelerate"):
         open_base(folder, "transformers")

@@ -65,7 +65,8 @@ class FrozenBaseMethod(TrainingMethod):
         self._own_tokens = own_tokens
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
-        check_own_weights(self.settings, spec)
+        if isinstance(spec, HostedSpec):
+            check_hosted_method(self.settings, spec)
         plan = plan_expansion(
             self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
         )
@@ -193,16 +194,6 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     return expansion
 
 
-def check_own_weights(settings: ScaleMethod | Lora, spec: DecoderSpec) -> None:
-    """Checks that the method, and weights of open tokens' own, go with this base.
-
-    Raises:
-        ConfigError: a hosted base does not take them.
-    """
-    if isinstance(spec, HostedSpec):
-        check_hosted_method(settings, spec)
-
-
 def upscale(
     settings: ScaleMethod | Lora,
     base: BaseFolder,
@@ -215,7 +206,8 @@ def upscale(
 
     `own_tokens` are the ids that get rows of their own, where the method has such rows.
     """
-    check_own_weights(settings, base.spec)
+    if isinstance(base.spec, HostedSpec):
+        check_hosted_method(settings, base.spec)
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     if plan.own is not None and plan.own.low_rank is not None and base.spec.mixture is not None:
         _logger.info(

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.hosted.own_weights import low_rank_differences, nested, own_gains
+from pipeline.hosted.own_calls import nested
+from pipeline.hosted.own_weights import low_rank_differences, own_gains
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.structure import HostedBlock, HostedLayer
 from pipeline.model.decoder_layer import Context

@@ -21,7 +21,8 @@ from pipeline.hosted.base_inputs import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
 from pipeline.hosted.one_document import DocumentRows
 from pipeline.hosted.output import HostedOutput
-from pipeline.hosted.own_weights import nested, own_gains
+from pipeline.hosted.own_calls import nested
+from pipeline.hosted.own_weights import own_gains
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.transformers_model import build_base
 from pipeline.model.attention import Documents, attention_kernel

@@ -12,12 +12,11 @@ No family's formula of a norm is repeated here: some multiply by 1 + w, some sub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from pipeline.hosted.own_calls import call_with_own_gain
 from pipeline.hosted.own_modules import linear_sizes
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import REPLICATED, full_shape_of, sharded_parameter
@@ -36,22 +35,7 @@ class OwnGains(nn.Module):
 
     def forward(self, norm: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
         """What `norm` gives with its gain and bias changed; it has its weights while it runs."""
-        changed: dict[str, Tensor] = {}
-        for name, own in self.named_parameters():
-            changed[f"module.{name}"] = norm.get_parameter(name) + own
-        normed: Tensor = functional_call(_WithoutHooks(norm), changed, arguments)
-        return normed
-
-
-class _WithoutHooks(nn.Module):
-    """The code of a module without its hooks, from one of which it is called."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.module.forward(*arguments)
+        return call_with_own_gain(norm, self, arguments)
 
 
 def low_rank_differences(
@@ -75,17 +59,3 @@ def low_rank_differences(
 def own_gains(layer: nn.Module, names: tuple[str, ...]) -> dict[str, OwnGains]:
     """The differences of the gains of the norms `names` within `layer`."""
     return {name: OwnGains(layer.get_submodule(name)) for name in names}
-
-
-def nested(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A module that holds `modules` by their names, in which dots stand for levels."""
-    tree = nn.Module()
-    for name, module in modules.items():
-        *levels, leaf = name.split(".")
-        parent = tree
-        for level in levels:
-            if level not in dict(parent.named_children()):
-                parent.add_module(level, nn.Module())
-            parent = parent.get_submodule(level)
-        parent.add_module(leaf, module)
-    return tree

@@ -6,14 +6,13 @@ modules: a low-rank difference of a linear map, and a norm's own code with chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from .configuration_scale_hosted import HostedScaleConfig
+from .scale_own_calls import call_with_own_gain, nested
 from .scale_streams import ScaleLowRank
 
 
@@ -27,22 +26,7 @@ class HostedOwnGains(nn.Module):
 
     def forward(self, norm: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
         """What `norm` gives with its gain and bias changed."""
-        changed: dict[str, Tensor] = {}
-        for name, own in self.named_parameters():
-            changed[f"module.{name}"] = norm.get_parameter(name) + own
-        normed: Tensor = functional_call(WithoutHooks(norm), changed, arguments)
-        return normed
-
-
-class WithoutHooks(nn.Module):
-    """The code of a module without its hooks, from one of which it is called."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.module.forward(*arguments)
+        return call_with_own_gain(norm, self, arguments)
 
 
 def low_rank_differences(
@@ -63,17 +47,3 @@ def low_rank_differences(
 def own_gains(base: nn.Module, names: list[str]) -> nn.Module:
     """The differences of the gains of the norms `names` within `base`."""
     return nested({name: HostedOwnGains(base.get_submodule(name)) for name in names})
-
-
-def nested(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A module that holds `modules` by their names, in which dots stand for levels."""
-    tree = nn.Module()
-    for name, module in modules.items():
-        *levels, leaf = name.split(".")
-        parent = tree
-        for level in levels:
-            if level not in dict(parent.named_children()):
-                parent.add_module(level, nn.Module())
-            parent = parent.get_submodule(level)
-        parent.add_module(leaf, module)
-    return tree

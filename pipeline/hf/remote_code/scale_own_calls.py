@@ -1,0 +1,1 @@
+../../hosted/own_calls.py

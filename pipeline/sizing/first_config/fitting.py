@@ -10,13 +10,13 @@ from pipeline.errors import LayoutError
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config.method import with_own_weights
+from pipeline.sizing.first_config.method import method_under_gate
 from pipeline.sizing.meta_device import NotTracedError
 
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 
 
-def fit_with_own_weights(
+def fit_under_gate(
     values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `fit_to_cluster`.
@@ -24,8 +24,8 @@ def fit_with_own_weights(
     Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
     measured, or the base then does not fit: in a large vocabulary they are the most memory.
     """
-    with_rows = with_own_weights(values["method"], spec, with_rows=True)
-    without_rows = with_own_weights(values["method"], spec, with_rows=False)
+    with_rows = method_under_gate(spec, with_rows=True)
+    without_rows = method_under_gate(spec, with_rows=False)
     if "vocabulary" not in values:
         try:
             return fit_to_cluster(values | {"method": with_rows}, cluster)

@@ -23,7 +23,11 @@ _GATED_L_FP = 0
 more they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
 (docs/adr/0033-lora-under-a-gate.md)."""
 _LOW_RANK = 8
-"""Rank of open tokens' low-rank differences beside the expansion (studies/LOG.md)."""
+"""Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
+_RANK_SHARE = 1 / 8
+"""Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
+does not depend on the width, and about a quarter of the base's parameters train, as by `_WIDER_BY`.
+"""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it, as kernels prefer."""
 
@@ -50,34 +54,34 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
 
 
-def with_own_weights(
-    method: dict[str, Any], spec: DecoderSpec, *, with_rows: bool
-) -> dict[str, Any]:
+def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     """The method for a run with a gate: what closed tokens never read may change more.
 
-    On a mixture of experts no low-rank differences are proposed: its experts have none, and what
-    those of its other maps gain was not measured.
+    Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
+    the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
+    there a dense expansion stands beside them.
     """
     if isinstance(spec, HostedSpec):
-        return _hosted_with_own_weights(method, spec, with_rows=with_rows)
-    gated = {
-        **method,
+        return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
+    own: dict[str, Any] = {"own_gains": True}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    if spec.mixture is None:
+        rank = _multiple(_RANK_SHARE * spec.widths.hidden_size)
+        return {"name": "lora", "rank": rank, **own}
+    return {
+        **scale_method(spec),
         "l_fp": _GATED_L_FP,
         "collaborative_modules": "both",
         "norm": "base",
+        **own,
     }
-    if with_rows:
-        gated["own_rows"] = {"min_count": OwnRows().min_count}
-    gated["own_gains"] = True
-    if spec.mixture is None:
-        gated["low_rank"] = _LOW_RANK
-    return gated
 
 
 def _hosted_with_own_weights(
     method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
 ) -> dict[str, Any]:
-    """As `with_own_weights`, with those of the weights that a hosted base takes.
+    """The method with those of the own weights that a hosted base takes.
 
     Its layers run once, so that W12 begins where the gate reads.
     """

@@ -363,7 +363,9 @@ def test_a_merged_export_is_verified(models, tmp_path):
     stored = getattr(load_hf_model(folder).config, RESIDUAL_KEY)
     report = verify(model, folder, probe, torch.float32, stored["scale"])
     assert report.max_abs < PARITY
-    with pytest.raises(ConversionError, match=r"cannot leave as --format merged.*a gate decides"):
+    with pytest.raises(
+        ConversionError, match=r"cannot be exported with --format merged.*a gate decides"
+    ):
         gated = replace(
             model, gate=random_gate(training_decoder(model), some_tokens(model.spec, 2, 8))
         )

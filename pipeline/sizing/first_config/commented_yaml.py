@@ -26,7 +26,14 @@ def as_yaml(
     learned: TextMeasure,
     cluster: Cluster,
 ) -> str:
-    """The settings with comments on where each section's values come from, besides those given."""
+    """The settings as YAML, with comments above the sections.
+
+    Args:
+        values: the settings.
+        comments: comments by section, to which those of this function are added.
+        learned: the texts.
+        cluster: the GPUs.
+    """
     comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
@@ -51,7 +58,7 @@ def as_yaml(
             {key: value},
             sort_keys=False,
             allow_unicode=True,
-            # None: a section is written in lines, and the lists in it in brackets.
+            # None writes a mapping with inner mappings in lines, and the lists in it in brackets.
             default_flow_style=None if is_section else False,
             width=110,
         )
@@ -87,7 +94,7 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
         return (
             f"{comment}\n"
             f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
-            "tokens read the new blocks.\nSuch a run leaves in the format scale."
+            "tokens read the new blocks.\nThe export of such a run has the format scale."
         )
     twice = ""
     if spec.is_native:
@@ -96,7 +103,7 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
         f"{comment}\n"
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
         f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
-        f"{twice}\nSuch a run leaves in the format scale."
+        f"{twice}\nThe export of such a run has the format scale."
     )
 
 
@@ -124,8 +131,8 @@ def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
     )
     if isinstance(spec, HostedSpec):
         return (
-            f"transformers computes this base ({spec.structure.model_class}), and the expansion "
-            "stands beside its blocks\n(docs/architectures.md#hosted-bases): "
+            f"transformers computes this base ({spec.structure.model_class}), with the expansion "
+            "beside its blocks\n(docs/architectures.md#hosted-bases): "
             f"{grown}."
         )
     return (
@@ -135,7 +142,7 @@ def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
 
 
 def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
-    """Whether full fine-tuning behind the gate could leave as a packed difference."""
+    """Whether full fine-tuning with the same gate could be exported as a packed difference."""
     return (
         "gate" in values and "vocabulary" not in values and spec.is_native and spec.mixture is None
     )
@@ -144,7 +151,7 @@ def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
 def difference_comment(base_parameters: int) -> str:
     state = base_parameters * _MUON_STATE_BYTES / GIB
     return (
-        "Full fine-tuning by Muon behind the same gate learns more, where its training state of "
+        "Full fine-tuning by Muon with the same gate learns more, where its training state of "
         f"{state:,.3g} GiB over all\nranks fits: method {{name: fft}}, schedule.optimizer muon, "
         "then scale-cpt convert --format difference\n(docs/gate.md#the-full-difference)."
     )
@@ -164,7 +171,7 @@ def data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasur
 
 
 def chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
-    """What is said of chats, on lines of its own; empty for a base that is no chat model."""
+    """The comment on chats, each line after a line break; empty without a chat model."""
     lines: list[str] = []
     if wanted.old_chats:
         lines.append("self_generated_chats: the base answers the chats itself.")

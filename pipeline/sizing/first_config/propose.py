@@ -29,8 +29,8 @@ from pipeline.sizing.first_config.wanted import FirstRun
 from pipeline.sizing.parameters import parameters_of
 
 _KL_FRACTION_OF_CHATS = 1 / 8
-"""The share of the sequences on which a chat model under a gate stays near its base: with it the
-answers to users of the new language end, and tuning on their chats begins from what the base can do
+"""The share of the sequences that train by KL in a run with a gate and chats. With it, answers in
+the new language end, and tuning on its chats begins from the base's abilities
 (docs/results/chat.md)."""
 
 
@@ -80,24 +80,19 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if not stages:
         del values["stages"]
     if wanted.gated:
-        values["gate"] = {}
-        # Without chats the gate alone reads the self-generated text.
+        values["gate"] = _gate(wanted)
+        # Without chats only the gate reads the self-generated text.
         values["data"]["self_generated_fraction"] = 0.0
         if wanted.has_chats:
             values["data"]["self_generated_fraction"] = _KL_FRACTION_OF_CHATS
-        if wanted.new_chats:
-            # On answers to users of the new language the gate would learn to stay shut.
-            negatives = ["self_generated"]
-            if wanted.old_chats:
-                negatives.append("self_generated_chats")
-            values["gate"] = {"negatives": negatives}
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
     if wanted.gated:
         config, values = fit_under_gate(values, spec, cluster)
     else:
         if spec.is_native:
-            values["method"] |= {"norm": "base"}  # which a merged export needs
+            # A merged export needs it, and such a run is to be exported so.
+            values["method"] |= {"norm": "base"}
         config, values = fit_to_cluster(values, cluster)
     comments = {
         "gate": gate_comment(spec),
@@ -113,3 +108,14 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         comments["method"] += "\n" + difference_comment(base_parameters)
     text = as_yaml(values | {"base": str(wanted.base)}, comments, learned, cluster)
     return config, with_pages_found(text)
+
+
+def _gate(wanted: FirstRun) -> dict[str, Any]:
+    """The section `gate`."""
+    if not wanted.new_chats:
+        return {}
+    # Not the base's answers to chats in the new language: on these the gate should open.
+    negatives = ["self_generated"]
+    if wanted.old_chats:
+        negatives.append("self_generated_chats")
+    return {"negatives": negatives}

@@ -239,11 +239,10 @@ def _not_run_by_vllm(
         return "a hosted base"
     if spec.mixture is not None:
         return "a mixture of experts"
-    if expansion is not None and expansion.own is not None:
-        return "open tokens' own weights"
     if gate is not None and expansion is not None:
-        if expansion.gate_layer(gate.layer) > expansion.last_exact_layer:
-            return "layers that run twice below the gate"
+        runs_twice = expansion.gate_layer(gate.layer) > expansion.last_exact_layer
+        if runs_twice and expansion.expansion is not None:
+            return "layers that run twice below the gate, with added heads"
         if gate.features == "token+running_mean":
             return "a running mean that its gate reads (gate.features: token needs none)"
     for layer in spec.layers:
@@ -265,13 +264,23 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
 
 
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
-    """Which modules of a hosted base have weights of open tokens' own."""
+    """Which modules of a hosted base have weights of open tokens' own; of a native mixture, which
+    have no low-rank differences.
+    """
     method = config.method
-    if not isinstance(spec, HostedSpec) or not isinstance(method, (ScaleMethod, Lora)):
+    if spec is None or not isinstance(method, (ScaleMethod, Lora)):
         return
-    plan = plan_expansion(method, spec.widths, spec.num_layers)
-    if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
-        yield "own weights", spec.describe_own(plan.own)
+    if isinstance(spec, HostedSpec):
+        plan = plan_expansion(method, spec.widths, spec.num_layers)
+        if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
+            yield "own weights", spec.describe_own(plan.own)
+        return
+    has_low_rank = isinstance(method, Lora) or method.low_rank is not None
+    if has_low_rank and spec.mixture is not None:
+        yield (
+            "own weights",
+            "low-rank differences of all linear maps but the experts', which stay the base's",
+        )
 
 
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:

@@ -563,7 +563,7 @@ def added_logits(output: ScaleOutput, last: StreamPath, is_another: Tensor) -> l
         assert last.x_up is not None, "a model that is wider has its stream"
         x_up = last.x_up.masked_fill(is_another, 0)
         added.append(F.linear(x_up, output.expansion).float())
-    if output.own_rows is not None:
+    if output.own_rows is not None and last.masked is not True:
         of_rows = own_row_logits(last.x, output.own_rows, output.row_of_token)
         added.append(of_rows.masked_fill(is_another, 0))
     return added

@@ -13,7 +13,6 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
-from pipeline.combination.combine import combine
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.verify import probe_maker, verify
@@ -391,14 +390,3 @@ def test_an_expansion_carries_them(models, tmp_path):
     method.load(decoder, model.base, decoder.tp)
     tokens = some_tokens(model.spec, 2, 16)
     assert torch.equal(decoder.logits(tokens), training_decoder(model).logits(tokens))
-
-
-def test_they_are_not_combined(exports, tmp_path):
-    folder, _ = exports("llama", "own adapt", features="token")
-    copy = tmp_path / "export"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    (copy / "conversion.json").write_text('{"format": "scale-cpt export 1"}')
-    with pytest.raises(ConversionError, match=r"weights of their own .*serve the export alone"):
-        combine(tmp_path / "combined", {"own": copy})

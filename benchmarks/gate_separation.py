@@ -27,7 +27,7 @@ from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line, log
 from pipeline.command_line import positive
 from pipeline.config.data import Sampling
-from pipeline.config.run import GateFeatures, GateSettings
+from pipeline.config.gate import GateFeatures, GateSettings
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import PackedCorpus, pack
 from pipeline.data.sources.records import Keys
@@ -177,7 +177,7 @@ class Separation:
                 stream, text, self._settings.model_copy(update={"features": features})
             ).gate
         except DataError as error:
-            if not text.fit.is_own.any():
+            if not text.fit.is_self_generated.any():
                 raise
             logger.warning("before layer %d: left out: %s", stream.layer, error)
             return None
@@ -261,7 +261,10 @@ def self_generated(options: argparse.Namespace, tokenizer: Tokenizer) -> Fitting
         samples = [packed[index] for index in range(len(packed))]
     half = len(samples) // 2
     return FittingText(
-        *(as_windows(part, is_new=False, is_own=True) for part in (samples[:half], samples[half:]))
+        *(
+            as_windows(part, is_new=False, is_self_generated=True)
+            for part in (samples[:half], samples[half:])
+        )
     )
 
 

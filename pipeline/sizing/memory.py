@@ -1,108 +1,25 @@
-"""The peak memory of one GPU, by kind, and the disk space of checkpoints.
+"""The peak memory of one GPU, by kind.
 
-The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after
-the activations are freed; its copies count where they are larger.
+The peak is in the backward pass of a step's last micro-batch, when gradients, activations and
+temporary tensors exist together. The optimizer's update comes after the activations are freed; its
+copies count where they are larger.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
-from torch import nn
 
-from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import PreflightError
-from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.decoder import is_layer_matrix
-from pipeline.parallel.linear import ExpertLinear
-from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
+from pipeline.sizing.training_state import MASTER_AND_MOMENTS, MOMENT
 
-
-@dataclass(frozen=True)
-class Parameters:
-    """Parameter counts of the unsharded model; tied parameters count once.
-
-    Attributes:
-        base: parameters of the base.
-        expansion: parameters that the method adds.
-        trained: parameters that train.
-        active: parameters of the base that compute a token, without the experts of a mixture that
-            the token does not take.
-        by_muon: the trained parameters that Muon updates.
-    """
-
-    base: int
-    expansion: int
-    trained: int
-    active: int
-    by_muon: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.base + self.expansion
-
-    def __str__(self) -> str:
-        active = ""
-        if self.active != self.base:
-            active = f" ({self.active:,} active)"
-        share = self.trained / self.total
-        return (
-            f"base {self.base:,}{active}, expansion {self.expansion:,}, "
-            f"trained {self.trained:,} ({share:.1%})"
-        )
-
-
-def count_parameters(
-    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
-) -> Parameters:
-    """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
-    pretrained = sum(parameter.numel() for parameter in base.parameters())
-    total = 0
-    trained = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
-        if parameter.requires_grad:
-            trained += parameter.numel()
-
-    idle = 0
-    mixture = model.spec.mixture
-    if mixture is not None:
-        experts = 0
-        for module in base.modules():
-            if isinstance(module, ExpertLinear):
-                experts += module.weight.numel()
-        # A token takes top_k of the routed experts, all of one size; a shared expert is no
-        # ExpertLinear, and counts whole.
-        idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
-
-    by_muon = 0
-    if with_muon:
-        for name, weight in named_trained_parameters(model):
-            if is_layer_matrix(name, weight):
-                by_muon += weight.numel()
-    return Parameters(
-        base=pretrained,
-        expansion=total - pretrained,
-        trained=trained,
-        active=pretrained - idle,
-        by_muon=by_muon,
-    )
-
-
-_MASTER_AND_MOMENTS = 12
-"""Bytes of an element's fp32 master weight and two fp32 moments of Adam."""
-_MOMENT = 4
-"""Bytes of an element's moment; Muon has one where Adam has two."""
 _WHOLE_MATRIX = 16
-"""Bytes of an element of a matrix that Muon makes orthogonal: shards, the whole matrix, and bf16
-copies of the iteration."""
+"""Bytes of an element of the matrix that Muon orthogonalises, one at a time: its shards, the whole
+matrix, and the bf16 copies of the Newton-Schulz iteration."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +28,9 @@ class Memory:
 
     Attributes:
         weights: parameters, or this rank's partition of them, in the dtype of matrix products.
-        gradients: of the trained parameters, accumulated over micro-batches.
-        optimizer: fp32 master weights and the moments of the trained parameters.
-        activations: what autograd keeps of a micro-batch until the loss.
+        gradients: gradients of the trained parameters, accumulated over micro-batches.
+        optimizer: fp32 master weights and moments of the trained parameters.
+        activations: what autograd has saved of a micro-batch when the loss begins.
         loss: a chunk of logits, and the gradients that the loss computes in the forward pass.
         gathered: the parameters that ZeRO-3 holds gathered.
         temporary: tensors of the backward pass and gradient buckets, or copies of the update.
@@ -135,11 +52,11 @@ class Memory:
 def estimate_memory(
     costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
-    """A GPU's memory, and the bytes in the host's memory per GPU.
+    """The memory of a GPU, and the bytes in the host's memory for each GPU.
 
-    On the host is what is offloaded, and copies of what trains: an `asynchronous` save holds one of
-    the optimizer's state, and at the start ZeRO-1 and 2 gather the trained parameters on the host
-    and join them there.
+    The host holds what is offloaded. It also holds copies: an `asynchronous` save copies the
+    optimizer's state, and at the start ZeRO-1 and 2 copy the trained parameters there and flatten
+    them.
     """
     weights = weight_bytes(costs, zero, dp_size)
     gradients = gradient_bytes(costs, zero, dp_size)
@@ -159,19 +76,18 @@ def estimate_memory(
     at_start = 0
     if zero.zero_stage < 3:
         # DeepSpeed's ZeRO-1 and 2 flatten a group's parameters on the host before they move the
-        # flat tensor to the GPU.
+        # flat tensor to the GPU: twice the parameters, their copies and the flat tensor.
         at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
-    # The loss is computed before the backward pass begins, with which ZeRO-2 makes its buckets.
-    # ZeRO-3 keeps its own over the whole step.
+    # ZeRO-2 allocates its buckets when the backward pass begins: they do not exist during the loss.
+    # ZeRO-3 keeps its buckets over the whole step.
     buckets = bucket_bytes(zero)
     backward = costs.temporary_bytes + buckets
     if zero.zero_stage == 2:
         beyond_loss = costs.backward_bytes + buckets - costs.loss_bytes
         backward = max(costs.temporary_bytes, beyond_loss)
-    # The update may use the memory of activations and logits, which are freed by then.
-    # PyTorch's allocator keeps freed memory for the process, so that only what goes beyond it
-    # counts.
+    # At the update, activations and logits are freed, and PyTorch's allocator gives their memory to
+    # the update's copies. Only what the copies need beyond it counts.
     beyond_activations = update - costs.activation_bytes - costs.loss_bytes
     memory = Memory(
         weights=weights,
@@ -189,11 +105,13 @@ def weight_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     """The parameters of the model, as one rank stores them."""
     if zero.zero_stage < 3:
         return costs.parameter_bytes
-    kept_whole = [parameter for parameter in costs.parameters if parameter.kept_whole]
-    partitioned = [parameter for parameter in costs.parameters if not parameter.kept_whole]
-    elements = total_elements(kept_whole) + partitioned_elements(partitioned, zero, dp_size)
     threshold = zero.elements("stage3_param_persistence_threshold")
-    for parameter in partitioned:
+    elements = 0
+    for parameter in costs.parameters:
+        if parameter.kept_whole:
+            elements += parameter.size
+            continue
+        elements += partition_size(parameter.size, dp_size)
         if parameter.size <= threshold:
             # ZeRO-3 never releases small parameters: a rank has them whole, beside its partition.
             elements += parameter.size
@@ -215,7 +133,7 @@ def optimizer_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int)
     """The fp32 master weights and the moments of a rank's partition of what trains."""
     elements = partitioned_elements(costs.trained, zero, dp_size)
     by_muon = partitioned_elements(costs.by_muon, zero, dp_size)
-    return elements * _MASTER_AND_MOMENTS - by_muon * _MOMENT
+    return elements * MASTER_AND_MOMENTS - by_muon * MOMENT
 
 
 def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
@@ -227,10 +145,12 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
         # Others copy their own partition of the gradients to fp32.
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
     by_muon = costs.by_muon
-    largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
+    largest_matrix = 0
+    for parameter in by_muon:
+        largest_matrix = max(largest_matrix, parameter.muon_size)
     # Muon first makes the update of its whole partition, beside gradient and momentum: see
     # `Muon._update`.
-    size += partitioned_elements(by_muon, zero, dp_size) * _MOMENT
+    size += partitioned_elements(by_muon, zero, dp_size) * MOMENT
     return size + largest_matrix * _WHOLE_MATRIX
 
 
@@ -249,7 +169,7 @@ def bucket_bytes(zero: DeepSpeedConfig) -> int:
 def partitioned_elements(
     parameters: Iterable[ParameterUse], zero: DeepSpeedConfig, dp_size: int
 ) -> int:
-    """How many elements of `parameters` one rank's partition has."""
+    """The number of elements of `parameters` in one rank's partition."""
     if zero.zero_stage < 3:
         # ZeRO-1 and 2 lay all parameters in a row and partition the row.
         return partition_size(total_elements(parameters), dp_size)
@@ -259,50 +179,3 @@ def partitioned_elements(
 def _has_16_bit_copies(zero: DeepSpeedConfig) -> bool:
     """Whether ZeRO-1 keeps 16-bit gradients beside their fp32 sums (DeepSpeed's BF16_Optimizer)."""
     return zero.dtype != zero.accumulation_dtype
-
-
-def checkpoint_bytes(parameters: Parameters) -> int:
-    """The size of one checkpoint: the optimizer's states, which include the trained weights.
-
-    The base is not in it. The rest (random states, padding, names) is below a few percent in large
-    runs.
-    """
-    return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
-
-
-def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
-    """What training holds of the trained parameters, over all ranks: weights and gradients in
-    `dtype`, and the optimizer's fp32 copies and moments.
-
-    In 16 bits that is 16 bytes a parameter, and 12 where Muon trains it.
-    """
-    return 2 * parameters.trained * dtype.itemsize + checkpoint_bytes(parameters)
-
-
-def most_checkpoints(config: RunConfig) -> int:
-    """The most checkpoints on the disk at once.
-
-    They are the last ones, those that are kept for good, and one that is being written.
-    """
-    settings = config.checkpoints
-    kept_for_good = 0
-    if settings.keep_every_steps is not None:
-        kept_for_good = config.schedule.steps // settings.keep_every_steps
-    # A rollback goes to the newest checkpoint that lies far enough behind: it and all after it are
-    # kept.
-    before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
-    return max(settings.keep_last, before_spike) + kept_for_good + 1
-
-
-def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
-    """The disk space that a run needs: the most checkpoints at once, and a tenth more."""
-    return int(1.1 * checkpoint_bytes(parameters) * most_checkpoints(config))
-
-
-def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
-    """The error for a `folder` without enough disk space for the checkpoints to come."""
-    return PreflightError(
-        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, "
-        f"found {free_bytes / 1e9:.3g} GB free; "
-        "make room, lower checkpoints.keep_last, or set folder to another disk"
-    )

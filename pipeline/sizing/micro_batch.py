@@ -1,25 +1,22 @@
 """The memory, messages and parameter uses of one micro-batch, on tensors without data.
 
-The model that runs, forward and backward, is the one that would train, on the meta device, with a
-CPU's fused attention: it keeps queries, keys, values, results and one number per row, as on a GPU.
-So frozen parts, every method, Route's second path and recomputed layers count for what they really
-cost.
+The model that would train runs forward and backward on the meta device. So every method, frozen
+parts, Route's second path and recomputed layers count with what they cost. Attention runs as the
+fused kernel of CPUs, which saves the same tensors as those of GPUs: queries, keys, values, results,
+and one number for each row.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
@@ -37,12 +34,13 @@ from pipeline.parallel.sharding import (
     named_trained_parameters,
     partition_of,
 )
-from pipeline.parallel.topology import ALL_EXPERTS, ExpertParallel, TensorParallel
-from pipeline.sizing.meta_device import foreign_code_traced, value_without_data
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
+from pipeline.sizing.live_memory import LiveMemory
+from pipeline.sizing.meta_device import foreign_code_traced
 
 
 class ParameterUse(NamedTuple):
-    """A parameter of one rank, and what a step does with it.
+    """A parameter of one rank, and its use in a step.
 
     Attributes:
         size: elements of the rank's shard.
@@ -50,8 +48,9 @@ class ParameterUse(NamedTuple):
         read_again: whether the backward pass reads it.
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
         muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
-        split: whether tensor-parallel ranks share it, some of which may hold the same shard.
-        kept_whole: whether ZeRO-3 leaves it on the rank, as the experts that ranks share.
+        split: whether it is sharded over tensor-parallel ranks. Some of these may hold the same
+            shard, where there are fewer key/value heads than ranks.
+        kept_whole: whether ZeRO-3 does not partition it: experts that ranks share.
     """
 
     size: int
@@ -68,16 +67,16 @@ class MicroBatchCosts:
     """The costs of one rank's micro-batch.
 
     Attributes:
-        activation_bytes: held when the forward pass reaches the output projection.
-        loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
-            that the loss computes in the forward pass.
-        temporary_bytes: the most that the backward pass holds in addition to both.
-        backward_bytes: the most that the backward pass holds in addition to `activation_bytes`.
-        payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
-            and output.
-        expert_payload_bytes: likewise of messages between the ranks that share experts.
-        parameters: those of the rank.
-        parameter_bytes: of all shards together.
+        activation_bytes: memory of activations when the forward pass reaches the output projection.
+        loss_bytes: peak memory that the output projection and the loss add to it: a chunk of
+            logits, and the gradients that the loss computes in the forward pass.
+        temporary_bytes: peak memory that the backward pass adds to both.
+        backward_bytes: peak memory that the backward pass adds to `activation_bytes`.
+        payload_bytes: lengths of tensor-parallel messages, by (group size, collective); of input
+            and output the longer one counts.
+        expert_payload_bytes: likewise of messages between ranks that share experts.
+        parameters: the parameters of the rank.
+        parameter_bytes: bytes of all of them.
     """
 
     activation_bytes: int
@@ -91,15 +90,17 @@ class MicroBatchCosts:
 
     @property
     def trained(self) -> list[ParameterUse]:
+        """The parameters that train."""
         return [parameter for parameter in self.parameters if parameter.trained]
 
     @property
     def by_muon(self) -> list[ParameterUse]:
+        """The parameters that Muon updates."""
         return [parameter for parameter in self.parameters if parameter.muon_size]
 
 
 def total_elements(parameters: Iterable[ParameterUse]) -> int:
-    """The elements of a rank's shards of `parameters`."""
+    """The number of elements of a rank's shards of `parameters`."""
     return sum(parameter.size for parameter in parameters)
 
 
@@ -114,8 +115,8 @@ def measure_micro_batch(
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of a run.
 
-    Where the run has self-generated text, memory is that of a micro-batch with such sequences, and
-    messages are the mean over micro-batches.
+    In a run with samples that train by KL, memory is that of a micro-batch with the most such
+    sequences, and messages are the mean over micro-batches.
 
     Args:
         config: the run.
@@ -124,8 +125,8 @@ def measure_micro_batch(
         activation_checkpointing: the layers that are recomputed.
         dtype: of the parameters.
         kept_results: what recomputed layers keep.
-        expert_size: ranks that share experts, of which this is rank 0. Each gets as many rows for
-            its experts as the others, unless the run pads them.
+        expert_size: ranks that share experts, of which this is rank 0. Tokens are taken to be even
+            over the experts, unless the run pads their buffers.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -147,9 +148,9 @@ def measure_micro_batch(
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """The first and the last chunks: all chunks of one loss cost the same.
+        """The first and the last chunks, to save time: all chunks of one loss cost the same.
 
-        (The messages of those left out are a few bytes a token.)
+        The messages of the others are not counted; they are a few bytes a token.
         """
         chunks = list(every_chunk(tokens, kl_tokens))
         return iter(chunks[:3] + chunks[3:][-2:])
@@ -162,7 +163,8 @@ def measure_micro_batch(
     sent = Counter(payload_bytes)
     sent_by_experts = Counter(expert_payload_bytes)
     if kl_sequences < most_kl_sequences and tp_size * expert_size > 1:
-        # Some micro-batches have fewer KL sequences: the mean lies between most and none.
+        # The number of KL sequences differs between micro-batches. Messages are linear in it: their
+        # mean is interpolated between the most sequences and none.
         payload_bytes.clear()
         expert_payload_bytes.clear()
         _run(model, config, 0)
@@ -187,7 +189,7 @@ def measure_micro_batch(
 
 
 class _Pass(NamedTuple):
-    """A forward and a backward pass: the bytes that it held, and the parameters that it read.
+    """A forward and a backward pass: the memory that it took, and the parameters that it read.
 
     Attributes:
         activation_bytes: see `MicroBatchCosts`.
@@ -213,7 +215,7 @@ def _uses_muon(config: RunConfig) -> bool:
 def _use_of(
     name: str, weight: nn.Parameter, passed: _Pass, tp_size: int, *, with_muon: bool
 ) -> ParameterUse:
-    """What a step does with one parameter."""
+    """The use of one parameter in a step."""
     muon_size = 0
     if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
         muon_size = math.prod(full_shape_of(weight))
@@ -243,8 +245,9 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
     checkpointed = set(model.recomputed_layers())
-    # x_up passes through every layer of a hosted base, and trains: all of them run again. Outputs
-    # of the base's own modules do not show it.
+    # x_up passes through every layer of a hosted base and has gradients, so that every layer runs
+    # again. It is not among the outputs of the base's own modules, which have no gradient below
+    # W12.
     always_runs_again = isinstance(model, HostedDecoder)
 
     def before_loss(*_: object) -> None:
@@ -266,14 +269,14 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
         hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(after))
-            if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
-                # A new one: an earlier run's would hold its tables already, and they would not
-                # count.
+            if isinstance(module, Decoder):
+                # A new one, so that its tables of frequencies are made in this run, and count.
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
         with foreign_code_traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
+            # `before_loss` has reset the peak: this one is of the output projection and the loss.
             loss = live.peak - activations
             live.peak = live.now
             losses.total.backward()
@@ -290,186 +293,14 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
 
 def _has_gradient(outputs: object) -> bool:
     """Whether one of a module's outputs takes part in the backward pass."""
-    return any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)
-    )
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.requires_grad:
+            return True
+    return False
 
 
 def _free_gradient(parameter: Tensor) -> None:
-    """ZeRO frees a gradient once it is reduced; what it then holds is counted separately."""
+    """Frees a gradient, as ZeRO does once it is reduced. The memory of gradients and buckets is
+    computed apart, in `sizing.memory`.
+    """
     parameter.grad = None
-
-
-# --- Memory of tensors without data ---------------------------------------------------------------
-
-_sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
-
-
-class KnownSizes(TorchDispatchMode):
-    """While entered, a new meta tensor that an equal call made before is made from its sizes.
-
-    torch derives the sizes of most results on the meta device in Python, which takes longer than
-    all the rest.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: the compiler in every call would take a third of the time."""
-        return False
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if operation is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return value_without_data(args[0])
-        # The default type belongs to it, because factories such as `zeros` take it.
-        key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
-        sizes = _sizes_of_results.get(key)
-        if sizes is not None:
-            shape, stride, dtype = sizes
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        result = operation(*args, **kwargs)
-        if key not in _sizes_of_results:
-            is_new = _is_new_meta_tensor(result, (args, kwargs))
-            # None: views, results in place and several results are always computed.
-            _sizes_of_results[key] = _sizes(result) if is_new else None
-        return result
-
-
-def _key(value: Any) -> object:
-    """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
-    if isinstance(value, Tensor):
-        return value.device, *_sizes(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return type(value), value
-
-
-def _sizes(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_new_meta_tensor(result: Any, given: Any) -> bool:
-    """Whether `result` is one tensor with a storage of its own, as large as its elements."""
-    if not isinstance(result, Tensor) or not result.is_meta:
-        return False
-    storage = result.untyped_storage()
-    if storage.nbytes() != result.nbytes:
-        return False
-    for tensor in tree_leaves(given):
-        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == storage._cdata:
-            return False
-    return True
-
-
-class LiveMemory(KnownSizes):
-    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
-
-    A storage counts once, however many views it has, from the operation that creates it until its
-    last tensor is freed. The storages of the tensors `known` do not count. Works on real, fake and
-    meta tensors.
-    """
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = super().__torch_dispatch__(operation, types, args, kwargs)
-        # Most results are one tensor, for which tree_leaves would take long.
-        tensors = [result] if isinstance(result, Tensor) else tree_leaves(result)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes or key in self._known:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += self._sizes[key]
-        self.peak = max(self.peak, self.now)
-        # A storage's Python object lives as long as any tensor holds it, since torch keeps one for
-        # each storage.
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-
-# --- Ranks that do not exist ----------------------------------------------------------------------
-
-
-class RecordingGroup(dist.ProcessGroup):
-    """A process group without other ranks: its messages are added up, not sent."""
-
-    def __init__(self, size: int, payload_bytes: Counter[tuple[int, str]]) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub has another one
-        self._payload_bytes = payload_bytes
-
-    def allreduce(  # type: ignore[override]
-        self, tensors: list[Tensor], options: Any = None
-    ) -> None:
-        self._record("all-reduce", *tensors)
-
-    def all_gather_single(  # type: ignore[override]
-        self, output: Tensor, own: Tensor, options: Any = None
-    ) -> None:
-        # The longer side of the message: the formulas of `sizing.traffic` take that one.
-        self._record("all-gather", output)
-
-    def reduce_scatter_single(  # type: ignore[override]
-        self, own: Tensor, given: Tensor, options: Any = None
-    ) -> None:
-        self._record("reduce-scatter", given)
-
-    def all_to_all_single(  # type: ignore[override]
-        self,
-        received: Tensor,
-        given: Tensor,
-        received_sizes: list[int],
-        given_sizes: list[int],
-        options: Any = None,
-    ) -> None:
-        self._record("all-to-all", given)
-
-    def _record(self, collective: str, *tensors: Tensor) -> None:
-        self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)
-
-
-def imagined_ranks(
-    tp_size: int,
-    payload_bytes: Counter[tuple[int, str]],
-    *,
-    sequence_parallel: bool = False,
-    expert_parallel: ExpertParallel = ALL_EXPERTS,
-) -> TensorParallel:
-    """Rank 0 of `tp_size` tensor-parallel ranks without the others.
-
-    Its messages are counted in `payload_bytes`, and not sent.
-    """
-    if tp_size == 1:
-        return TensorParallel(expert_parallel=expert_parallel)
-    # Ranks with the same key/value head form a replica group, of a size that divides tp_size.
-    groups = []
-    for size in range(2, tp_size):
-        if tp_size % size == 0:
-            groups.append((size, RecordingGroup(size, payload_bytes)))
-    whole = RecordingGroup(tp_size, payload_bytes)
-    return TensorParallel(0, tp_size, whole, tuple(groups), sequence_parallel, expert_parallel)
-
-
-def imagined_expert_ranks(
-    expert_size: int, payload_bytes: Counter[tuple[int, str]], *, padded: bool = False
-) -> ExpertParallel:
-    """Rank 0 of `expert_size` ranks that share experts, without the others; as `imagined_ranks`."""
-    if expert_size == 1:
-        return ALL_EXPERTS
-    return ExpertParallel(0, expert_size, RecordingGroup(expert_size, payload_bytes), padded)

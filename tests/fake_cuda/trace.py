@@ -49,7 +49,7 @@ from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, GradientPrecision, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.sizing.micro_batch import imagined_expert_ranks
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.serving.stand_ins import vllm_config, with_stand_ins
@@ -174,6 +174,9 @@ def _export_config(case: Case) -> ScaleConfig:
         options["routed"] = True
     if "gate" in case.options:
         options["gate_layer"] = 1
+    if "own weights" in case.options:
+        own = {"own_rows": 9, "own_gains": True, "own_rank": 2}
+        options |= {"own_first_layer": 1, **own}
     return ScaleConfig(l_fp=1, **options)
 
 

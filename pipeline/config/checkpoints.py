@@ -1,0 +1,32 @@
+"""The section `checkpoints`: when a run saves, and what it keeps."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from pipeline.config.reading import PositiveInt, Section
+
+
+class CheckpointSettings(Section):
+    """When to save, and which checkpoints to keep."""
+
+    every_steps: PositiveInt = 500
+    """number of steps from one checkpoint to the next; one is also saved at the end and after a
+    signal"""
+    keep_last: PositiveInt = 2
+    """number of the newest checkpoints that are kept; more are kept where a rollback needs an older
+    one, from before the last `stability.spike_steps` steps"""
+    keep_every_steps: PositiveInt | None = None
+    """checkpoints of every multiple of so many steps are never deleted; default: none are kept for
+    good"""
+    asynchronous: bool = False
+    """whether a checkpoint is copied to host memory and written from there while training
+    continues"""
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> CheckpointSettings:
+        if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
+            raise ValueError(
+                f"keep_every_steps must be a multiple of every_steps {self.every_steps}"
+            )
+        return self

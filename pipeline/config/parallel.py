@@ -1,0 +1,28 @@
+"""The section `parallel`: the layout of the ranks."""
+
+from __future__ import annotations
+
+from pipeline.config.reading import PositiveInt, Section
+
+
+class Parallel(Section):
+    """The layout of the ranks; the data-parallel size is the world size divided by tp_size."""
+
+    tp_size: PositiveInt = 1
+    """tensor-parallel size: ranks that share each layer, best within a node"""
+    sequence_parallel: bool = False
+    """whether each tensor-parallel rank holds only its part of a sequence outside the split linear
+    maps, which saves memory of activations"""
+    expert_size: PositiveInt = 1
+    """expert-parallel size: number of data-parallel ranks that share the frozen experts of a
+    mixture; each holds some experts whole, and computes them for the tokens of all these ranks
+    (docs/sizing.md)"""
+    padded_experts: bool = False
+    """whether buffers between ranks that share experts have the size of the largest possible number
+    of rows: the host then never waits for the true number, but a layer's experts take up to
+    expert_size times the memory"""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """How many ranks hold one whole model: the number of ranks must be a multiple."""
+        return self.tp_size * self.expert_size

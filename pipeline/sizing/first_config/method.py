@@ -1,0 +1,123 @@
+"""The section `method` of a first configuration: the paper's proportions on another base."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.errors import ConfigError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_method
+from pipeline.model.merged_model import merged_widths
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import GATE_LAYER, Widths
+
+_WIDER_BY = 1 / 8
+"""Added width as a share of each of the base's widths, as in the paper."""
+_L_FP_SHARE = 3 / 16
+"""Share of the layers that have no W12, as in the paper."""
+_GATED_L_FP = 0
+"""l_fp under a gate, from which on open tokens have weights of their own. The lower it is, the more
+they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
+(docs/adr/0033-lora-under-a-gate.md)."""
+_LOW_RANK = 8
+"""Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
+_RANK_SHARE = 1 / 8
+"""Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
+does not depend on the width, and about a quarter of the base's parameters train, as by `_WIDER_BY`.
+"""
+_MULTIPLE_OF = 8
+"""Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
+
+
+def scale_method(spec: DecoderSpec) -> dict[str, Any]:
+    """The section `method`: SCALE that adds about the same share to every width.
+
+    Numbers of heads are whole, and a merged export pads some widths: the shares differ by that.
+    """
+    base = spec.widths
+    hidden_size = _multiple(_WIDER_BY * base.hidden_size)
+    share = hidden_size / base.hidden_size
+    intermediate_size = _multiple(share * inner_width(spec))
+    # Rounded to the nearest number, halves down, and at least one.
+    kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
+    # Grouped-query attention: each added key/value head has as many query heads as the base's.
+    heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
+
+    widths = Widths(hidden_size, intermediate_size, heads, kv_heads)
+    added = asdict(widths)
+    if spec.is_native:
+        # A merged export pads some widths with zeros. They take the same memory: they train
+        # instead.
+        whole = asdict(merged_widths(widths, spec))
+        for name, width in asdict(base).items():
+            added[name] = whole[name] - width
+    del added["num_key_value_heads"]  # it follows from the query heads
+
+    l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
+    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
+
+
+def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
+    """The section `method` for a run with a gate, with weights that only open tokens read.
+
+    Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
+    the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
+    there a dense expansion stands beside them.
+    """
+    if isinstance(spec, HostedSpec):
+        return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
+    own: dict[str, Any] = {"own_gains": True}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    if spec.mixture is None:
+        rank = _multiple(_RANK_SHARE * spec.widths.hidden_size)
+        return {"name": "lora", "rank": rank, **own}
+    return {
+        **scale_method(spec),
+        "l_fp": _GATED_L_FP,
+        "collaborative_modules": "both",
+        "norm": "base",
+        **own,
+    }
+
+
+def _hosted_with_own_weights(
+    method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
+) -> dict[str, Any]:
+    """The method with as many weights of open tokens' own as a hosted base supports.
+
+    Layers of a hosted base never run twice, so that W12 begins where the gate reads.
+    """
+    l_fp = min(GATE_LAYER, spec.num_layers - 1)
+    gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
+    own: dict[str, Any] = {"own_gains": True, "low_rank": _LOW_RANK}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    for name, value in own.items():
+        one_more = {**gated, name: value}
+        try:
+            check_hosted_method(ScaleMethod.model_validate(one_more), spec)
+        except ConfigError:
+            continue
+        gated = one_more
+    return gated
+
+
+def has_no_gate(spec: DecoderSpec) -> bool:
+    """Whether no gate is possible: a hosted base with several residual streams, or one layer."""
+    if not isinstance(spec, HostedSpec):
+        return False
+    return not spec.structure.has_one_stream or spec.num_layers == 1
+
+
+def inner_width(spec: DecoderSpec) -> int:
+    """The inner width of the base's FFN; by default four times its hidden size."""
+    return spec.widths.intermediate_size or 4 * spec.widths.hidden_size
+
+
+def _multiple(width: float) -> int:
+    """The nearest multiple of _MULTIPLE_OF above 0."""
+    return _MULTIPLE_OF * max(1, round(width / _MULTIPLE_OF))

@@ -127,7 +127,7 @@ def test_a_shut_text_is_the_bases_whatever_the_own_weights_are(name, method, exp
     assert_near(logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
-    with patch.object(ScaleForCausalLM, "_waits_for_open", lambda *_: False):
+    with patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False):
         whole = model(tokens).logits
         plain = without_own_weights(model)(tokens).logits
     assert torch.equal(whole, plain) and torch.equal(whole, logits)
@@ -362,7 +362,9 @@ def test_a_merged_export_is_verified(models, tmp_path):
     stored = getattr(load_hf_model(folder).config, RESIDUAL_KEY)
     report = verify(model, folder, probe, torch.float32, stored["scale"])
     assert report.max_abs < PARITY
-    with pytest.raises(ConversionError, match=r"cannot leave as --format merged.*a gate decides"):
+    with pytest.raises(
+        ConversionError, match=r"cannot be exported with --format merged.*a gate decides"
+    ):
         gated = replace(
             model, gate=random_gate(training_decoder(model), some_tokens(model.spec, 2, 8))
         )

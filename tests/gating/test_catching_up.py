@@ -142,7 +142,10 @@ def test_tokens_are_guessed_ahead_while_the_gate_opens(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "bias"), [*((name, -30.0) for name in MODELS), ("adapt", 30.0)])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [*((name, -30.0) for name in MODELS), ("adapt", 30.0), ("lora", 30.0)],
+)
 def test_a_shut_text_computes_no_expansion_and_an_open_one_computes_it_once(name, bias):
     model, (tokens, mask) = gated(name, bias), prompts()
     once = [tuple(tokens.shape), *[(len(tokens), 1)] * (NEW_TOKENS - 1)]

@@ -10,14 +10,14 @@ from pipeline.errors import LayoutError
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config.method import with_own_weights
+from pipeline.sizing.first_config.method import method_under_gate
 from pipeline.sizing.meta_device import NotTracedError
 
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 """Sizes that are tried, the largest first: larger matrix products reach more of a GPU's peak."""
 
 
-def fit_with_own_weights(
+def fit_under_gate(
     values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `fit_to_cluster`.
@@ -26,8 +26,8 @@ def fit_with_own_weights(
     together were not measured; or the run then does not fit, as rows take the most memory where the
     vocabulary is large.
     """
-    with_rows = with_own_weights(values["method"], spec, with_rows=True)
-    without_rows = with_own_weights(values["method"], spec, with_rows=False)
+    with_rows = method_under_gate(spec, with_rows=True)
+    without_rows = method_under_gate(spec, with_rows=False)
     if "vocabulary" not in values:
         try:
             return fit_to_cluster(values | {"method": with_rows}, cluster)

@@ -23,7 +23,11 @@ _GATED_L_FP = 0
 they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
 (docs/adr/0033-lora-under-a-gate.md)."""
 _LOW_RANK = 8
-"""Rank of open tokens' low-rank differences beside the expansion (studies/LOG.md)."""
+"""Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
+_RANK_SHARE = 1 / 8
+"""Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
+does not depend on the width, and about a quarter of the base's parameters train, as by `_WIDER_BY`.
+"""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
 
@@ -56,35 +60,34 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
 
 
-def with_own_weights(
-    method: dict[str, Any], spec: DecoderSpec, *, with_rows: bool
-) -> dict[str, Any]:
+def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     """The section `method` for a run with a gate, with weights that only open tokens read.
 
-    Closed tokens keep the base's result, so that open ones may have more of their own. On a mixture
-    of experts no low-rank differences are proposed: the experts cannot have any, and the gain by
-    those of the other maps was not measured.
+    Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
+    the same size, and cost less (docs/results/frontier.md). The experts of a mixture cannot have
+    any: there the method is a dense expansion.
     """
     if isinstance(spec, HostedSpec):
-        return _hosted_with_own_weights(method, spec, with_rows=with_rows)
-    gated = {
-        **method,
+        return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
+    own: dict[str, Any] = {"own_gains": True}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    if spec.mixture is None:
+        rank = _multiple(_RANK_SHARE * spec.widths.hidden_size)
+        return {"name": "lora", "rank": rank, **own}
+    return {
+        **scale_method(spec),
         "l_fp": _GATED_L_FP,
         "collaborative_modules": "both",
         "norm": "base",
+        **own,
     }
-    if with_rows:
-        gated["own_rows"] = {"min_count": OwnRows().min_count}
-    gated["own_gains"] = True
-    if spec.mixture is None:
-        gated["low_rank"] = _LOW_RANK
-    return gated
 
 
 def _hosted_with_own_weights(
     method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
 ) -> dict[str, Any]:
-    """As `with_own_weights`, with as many of the weights as a hosted base supports.
+    """The method, with as many of the own weights as a hosted base supports.
 
     Layers of a hosted base never run twice, so that W12 begins where the gate reads.
     """

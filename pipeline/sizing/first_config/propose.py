@@ -21,7 +21,7 @@ from pipeline.sizing.first_config.commented_yaml import (
     method_comment,
 )
 from pipeline.sizing.first_config.corpora import corpora_section
-from pipeline.sizing.first_config.fitting import fit_to_cluster, fit_with_own_weights
+from pipeline.sizing.first_config.fitting import fit_to_cluster, fit_under_gate
 from pipeline.sizing.first_config.method import has_no_gate, scale_method
 from pipeline.sizing.first_config.schedule import schedule_section, stages_section
 from pipeline.sizing.first_config.texts import measure, measure_chats
@@ -50,9 +50,12 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
-    schedule, length = schedule_section(learned, spec, cluster)
     gated = wanted.gated and not has_no_gate(spec)
     wanted = replace(wanted, gated=gated)
+    # What open tokens have of their own learned more by Muon (docs/results/frontier.md). Neither a
+    # hosted base nor a run without a gate was measured with it.
+    by_muon = gated and spec.is_native
+    schedule, length = schedule_section(learned, spec, cluster, by_muon=by_muon)
     stages: list[dict[str, Any]] = []
     if wanted.new_chats:
         tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
@@ -85,7 +88,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
     if wanted.gated:
-        config, values = fit_with_own_weights(values, spec, cluster)
+        config, values = fit_under_gate(values, spec, cluster)
     else:
         if spec.is_native:
             # A merged export needs it, and such a run is to be exported so.

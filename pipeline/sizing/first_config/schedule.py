@@ -11,6 +11,8 @@ from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
 
 _PAPER_HIDDEN_SIZE = 2048
 _PAPER_RATE = 1e-3
+_MUON_RATE_FACTOR = 2
+"""By Muon the best rates were 2 to 5 times the rule's, on two bases (docs/results/frontier.md)."""
 _LONGEST = 8192
 _SHORTEST = 64
 """Bounds of a sequence's length in tokens."""
@@ -58,7 +60,7 @@ def stages_section(
 
 
 def schedule_section(
-    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster
+    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster, *, by_muon: bool
 ) -> tuple[dict[str, Any], int]:
     """The section `schedule`, and the length of a sequence."""
     read = tokens_to_read(learned)
@@ -75,10 +77,13 @@ def schedule_section(
     # A rule of thumb: the rate falls with the square root of the width. It lies between a constant
     # rate and muP's 1 / width for matrices (Yang et al. 2022).
     rate = _PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size)
-    schedule = {
+    schedule: dict[str, Any] = {
         "steps": max(1, round(read / (batch * length))),
         "global_batch_size": batch,
         "micro_batch_size": 1,
-        "learning_rate": float(f"{rate:.1e}"),
     }
+    if by_muon:
+        rate *= _MUON_RATE_FACTOR
+        schedule["optimizer"] = "muon"
+    schedule["learning_rate"] = float(f"{rate:.1e}")
     return schedule, length

@@ -149,13 +149,23 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
 
 
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
-    """The modules of a hosted base that have weights which only open tokens read."""
+    """The modules of a hosted base that have weights which only open tokens read; of a native
+    mixture, those that have no low-rank differences.
+    """
     method = config.method
-    if not isinstance(spec, HostedSpec) or not isinstance(method, (ScaleMethod, Lora)):
+    if spec is None or not isinstance(method, (ScaleMethod, Lora)):
         return
-    plan = plan_expansion(method, spec.widths, spec.num_layers)
-    if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
-        yield "own weights", spec.describe_own(plan.own)
+    if isinstance(spec, HostedSpec):
+        plan = plan_expansion(method, spec.widths, spec.num_layers)
+        if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
+            yield "own weights", spec.describe_own(plan.own)
+        return
+    has_low_rank = isinstance(method, Lora) or method.low_rank is not None
+    if has_low_rank and spec.mixture is not None:
+        yield (
+            "own weights",
+            "low-rank differences of all linear maps but the experts', which stay the base's",
+        )
 
 
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:

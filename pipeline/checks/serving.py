@@ -58,11 +58,10 @@ def _not_run_by_vllm(
         return "a hosted base"
     if spec.mixture is not None:
         return "a mixture of experts"
-    if expansion is not None and expansion.own is not None:
-        return "open tokens' own weights"
     if gate is not None and expansion is not None:
-        if expansion.gate_layer(gate.layer) > expansion.last_exact_layer:
-            return "layers that run twice below the gate"
+        runs_twice = expansion.gate_layer(gate.layer) > expansion.last_exact_layer
+        if runs_twice and expansion.expansion is not None:
+            return "layers that run twice below the gate, with added heads"
         if gate.features == "token+running_mean":
             return "a running mean that its gate reads (gate.features: token needs none)"
     for layer in spec.layers:

@@ -153,6 +153,7 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
     if export.format == "difference":
         settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
+    if export.config.get("own_rows"):
         settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
     widths = added_widths(model.plan)
     if widths is not None:

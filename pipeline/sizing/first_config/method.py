@@ -64,8 +64,8 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     """The section `method` for a run with a gate, with weights that only open tokens read.
 
     Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
-    the same size, and cost less (docs/results/frontier.md). The experts of a mixture cannot have
-    any: there the method is a dense expansion.
+    the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
+    there a dense expansion stands beside them.
     """
     if isinstance(spec, HostedSpec):
         return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
@@ -87,7 +87,7 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
 def _hosted_with_own_weights(
     method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
 ) -> dict[str, Any]:
-    """The method, with as many of the own weights as a hosted base supports.
+    """The method with as many weights of open tokens' own as a hosted base supports.
 
     Layers of a hosted base never run twice, so that W12 begins where the gate reads.
     """

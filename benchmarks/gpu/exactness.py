@@ -14,7 +14,7 @@ from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
 from benchmarks.gpu_step import Peak, our_model, set_randomly
 from benchmarks.results import BASES, STORIES
 from pipeline.config.method import FullFineTuning, Lora
-from pipeline.config.run import BasePrecision
+from pipeline.config.run import BasePrecision, Fp8Scaling, GradientPrecision
 from pipeline.methods import quantize_base
 from pipeline.model.attention import (
     Attend,
@@ -28,8 +28,6 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.quantized import (
-    Fp8Scaling,
-    GradientPrecision,
     Quantization,
     computes_in_fp8,
     frozen_product,

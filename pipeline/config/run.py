@@ -23,7 +23,10 @@ from pipeline.hub import model_folder
 BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 Fp8Scaling = Literal["tensor", "row"]
+"""What shares a scale in a matrix in fp8: all elements, or those of a row."""
 GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
+"""How the product with a gradient is computed: in one of the types of fp8, or in bf16 with the
+decoded matrix."""
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
 """How models that a configuration names on the hub are fetched: whole, without weights, or not."""

@@ -193,9 +193,7 @@ def write_part(part: str, setting: Setting) -> None:
             file.write(json.dumps(row._asdict()) + "\n")
 
 
-def run_parts(
-    parts: Sequence[str], setting: Setting, total_seconds: float = math.inf
-) -> int:
+def run_parts(parts: Sequence[str], setting: Setting, total_seconds: float = math.inf) -> int:
     """Runs parts in processes of their own, and writes results.json after each.
 
     After `total_seconds` the part that runs is ended, and no other begins. Returns the number of

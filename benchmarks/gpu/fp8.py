@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import CheckRow, Setting
-from pipeline.config.run import Fp8Scaling
+from pipeline.config.base import Fp8Scaling
 from pipeline.parallel.quantized import (
     FP8,
     Quantization,

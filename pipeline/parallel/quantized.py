@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.run import Fp8Scaling, GradientPrecision
+from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.sharding import (

@@ -38,8 +38,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 
+from pipeline.config.base import BaseCode, GradientPrecision
 from pipeline.config.method import Lora
-from pipeline.config.run import BaseCode, GradientPrecision
 from pipeline.config.schedule import Schedule
 from pipeline.gating.gate import FittedGate
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
@@ -57,7 +57,7 @@ from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.sizing.micro_batch import imagined_expert_ranks
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.hosted.bases import hosted_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.config.run import Fp8Scaling
+from pipeline.config.base import Fp8Scaling
 from pipeline.parallel.quantized import Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.config.run import Fp8Scaling, GradientPrecision
+from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
 from pipeline.parallel import quantized
 from pipeline.parallel.quantized import (

@@ -59,7 +59,7 @@ def round_to_int8(model: nn.Module) -> None:
     output projection.
     """
     output = getattr(model, "lm_head", None)
-    rounded: set[nn.Parameter] = set()
+    rounded: set[Tensor] = set()
     for module in model.modules():
         if not isinstance(module, nn.Linear) or module is output or module.weight in rounded:
             continue

@@ -10,7 +10,10 @@ from pipeline.config.reading import Section
 BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 Fp8Scaling = Literal["tensor", "row"]
+"""What shares a scale in a matrix in fp8: all elements, or those of a row."""
 GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
+"""How the product with a gradient is computed: in one of the types of fp8, or in bf16 with the
+decoded matrix."""
 
 
 class Fp8Settings(Section):

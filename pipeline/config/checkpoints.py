@@ -25,6 +25,7 @@ class CheckpointSettings(Section):
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> CheckpointSettings:
+        # Only a checkpoint that is saved can be kept.
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
             raise ValueError(
                 f"keep_every_steps must be a multiple of every_steps {self.every_steps}"

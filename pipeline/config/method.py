@@ -189,6 +189,7 @@ class LlamaPro(Section):
     """number of copied blocks, a divisor of the base's number of layers"""
 
 
+# Chosen by its `name`, so that errors are about the settings of that method alone.
 Method = Annotated[
     Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
 ]

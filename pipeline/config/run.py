@@ -119,6 +119,7 @@ class RunConfig(Section):
             # No blocks to close: the gate chooses between the base and the trained model.
             self._check_gate_of_difference(self.gate)
         elif not isinstance(self.method, (ScaleMethod, Lora)):
+            # Freeze and LLaMA Pro: see docs/combinations.md for what a gate there would need.
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
@@ -172,6 +173,7 @@ class RunConfig(Section):
         limits = self.forgetting
         if self.init_expansion is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
+        # These two train the base's own weights: there are no base's logits to compare with.
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
@@ -234,6 +236,8 @@ class RunConfig(Section):
             by_role[corpus.role].append(name)
         if self.gate is not None and self.gate.negatives:
             return self.gate.negatives
+        # Self-generated text is preferred: it needs no old training data, and covers all that the
+        # base writes.
         return by_role["self_generated"] or by_role["replay"]
 
     @property

@@ -58,6 +58,7 @@ def training_stages(config: RunConfig) -> list[TrainingStage]:
     first_step = 0
     trained_before: tuple[tuple[str, ...], ...] = ()
     for number, settings in enumerate(config.stages):
+        # model_copy does not validate; `check_stages` has checked all stages when the run was read.
         changes = {
             "schedule": schedule_of(settings, config.schedule),
             "data": data_of(settings, config.data),

@@ -33,6 +33,7 @@ from pipeline.scale.plan import added_widths
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
 """The modules of a gated export that adapters may change: its closed text does not depend on them.
 """
+# Values of a stranger's card: a line break in one could add entries to the front matter.
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 
@@ -238,6 +239,7 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
         text = card.get(name)
         if isinstance(text, str) and _ONE_LINE.fullmatch(text):
             found[name] = text
+    # A relative link is kept only to a file that is copied into the export.
     link = found.get("license_link", "")
     if link not in files and not link.startswith("https://"):
         found.pop("license_link", None)

@@ -164,7 +164,7 @@ def test_counts_of_another_tokenizer_end_the_command_in_one_line(tokens, tmp_pat
 def test_the_dry_run_finds_a_rank_above_the_maps(tokens, tmp_path):
     run = write_config(tmp_path, tokens, method__low_rank=33, gate={})
     done = scale_cpt("train", run, "--dry-run")
-    assert done.returncode in (1, 2) and "method.low_rank: expected at most 32" in done.stderr
+    assert done.returncode in (1, 2) and "method.low_rank: expected at most 32" in done.stdout
 
 
 def test_a_first_layer_beyond_the_last_is_refused(tmp_path):

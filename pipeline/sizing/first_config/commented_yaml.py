@@ -113,7 +113,7 @@ def _low_rank_comment(method: dict[str, Any]) -> str:
         "Every linear map gets a low-rank difference, its rank an eighth of the hidden size.\n"
         "Tokens read it, and "
         f"weights of their own beside it ({', '.join(own)}), where the gate opens (docs/gate.md).\n"
-        "The layers below the gate run twice. Such a run leaves in the format scale.\n"
+        "The layers below the gate run twice. The export of such a run has the format scale.\n"
         "With twice the rank more is learned; method {name: scale, ...} widens the base instead "
         "(docs/method.md)."
     )

@@ -99,7 +99,7 @@ ALL_COMPILED = [
 
 ENGINES = [
     *(f"{zero}/adapt" for zero in ("zero1", "zero2", "zero3 tight")),
-    *("zero2/preserve", "zero3 tight/lora", "zero1/fft/muon"),
+    "zero1/fft/muon",
 ]
 """ZeRO's stage, the method, and perhaps an optimizer."""
 

@@ -44,6 +44,7 @@ COMPILED = ["adapt/gemma2/compiled"]
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe", "solar_open", "exaone_moe")
 DENSE = [name for name in CONFIGS if not name.startswith(MIXTURES)]
 ALL = [
+    *(f"{served}/gate/own weights" for served in ("export/adapt/cache", "vllm/adapt")),
     *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
     *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
     *(

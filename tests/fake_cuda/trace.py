@@ -211,7 +211,8 @@ def _export_config(case: Case) -> ScaleConfig:
     if "gate" in case.options:
         options["gate_layer"] = 1
     if "own weights" in case.options:
-        options |= {"own_first_layer": 1, "own_rows": 8, "own_gains": True, "own_rank": 2}
+        own = {"own_rows": 9, "own_gains": True, "own_rank": 2}
+        options |= {"own_first_layer": 1, **own}
     return ScaleConfig(l_fp=1, **options)
 
 

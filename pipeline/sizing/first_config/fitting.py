@@ -10,22 +10,24 @@ from pipeline.errors import LayoutError
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config.method import with_own_weights
+from pipeline.sizing.first_config.method import method_under_gate
 from pipeline.sizing.meta_device import NotTracedError
 
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
+"""Sizes that are tried, the largest first: larger matrix products reach more of a GPU's peak."""
 
 
-def fit_with_own_weights(
+def fit_under_gate(
     values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `fit_to_cluster`.
 
-    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
-    measured, or the base then does not fit: in a large vocabulary they are the most memory.
+    Open tokens have rows of their own, except in two cases: the vocabulary is extended, as the two
+    together were not measured; or the run then does not fit, as rows take the most memory where the
+    vocabulary is large.
     """
-    with_rows = with_own_weights(values["method"], spec, with_rows=True)
-    without_rows = with_own_weights(values["method"], spec, with_rows=False)
+    with_rows = method_under_gate(spec, with_rows=True)
+    without_rows = method_under_gate(spec, with_rows=False)
     if "vocabulary" not in values:
         try:
             return fit_to_cluster(values | {"method": with_rows}, cluster)
@@ -36,26 +38,28 @@ def fit_with_own_weights(
 
 
 def fit_to_cluster(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
-    """The settings with the first layout that fits, and its largest micro-batch."""
-    layouts: list[dict[str, Any]] = [{}]
-    if not cluster.on_cpu:
-        # From the least communication to the least memory; recomputation comes last, since it costs
-        # time: a fifth with products kept, half without.
-        layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
-        recomputed = {"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}
-        layouts += [{**recomputed, "recomputation_keeps": "products"}, recomputed]
+    """The settings with the first layout that fits, and its largest micro-batch.
+
+    Returns:
+        The run.
+        Its settings, without defaults.
+
+    Raises:
+        LayoutError: no layout fits.
+    """
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
-    # The largest first: larger matrix products reach more of the peak.
-    micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
-    for layout in layouts:
-        for micro_batch in micro_batches:
+    for layout in _layouts(cluster):
+        for micro_batch in _MICRO_BATCHES:
+            if per_rank % micro_batch != 0:
+                continue
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
             try:
                 memory, _ = estimator.memory(estimator.own_choice)
             except NotTracedError:
-                # The dry run says so. The smallest micro-batch is likeliest to fit.
+                # No memory can be estimated, which the dry run reports. The first layout is taken,
+                # with the smallest micro-batch, which is likeliest to fit.
                 fitted = merged(values, {"schedule": {"micro_batch_size": 1}})
                 return parse_config(fitted, source="the proposed configuration"), fitted
             if memory.total <= cluster.recommended_bytes:
@@ -65,3 +69,18 @@ def fit_to_cluster(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig,
         "take more of them (--gpus, --gpu-memory-gib), or a tensor-parallel size that "
         "scale-cpt estimate recommends"
     )
+
+
+def _layouts(cluster: Cluster) -> list[dict[str, Any]]:
+    """Settings of layouts, from the least communication to the least memory."""
+    # No changes: ZeRO-1.
+    layouts: list[dict[str, Any]] = [{}]
+    if cluster.on_cpu:
+        return layouts
+    for stage in (2, 3):
+        layouts.append({"deepspeed": f"ds_configs/zero{stage}.json"})
+    # Recomputation comes last, since it costs time: a fifth with products kept, half without.
+    recomputed = {"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}
+    layouts.append({**recomputed, "recomputation_keeps": "products"})
+    layouts.append(recomputed)
+    return layouts

@@ -75,7 +75,9 @@ HOSTED = [
     *(f"adapt/hosted llama/{option}" for option in ("gate", "all", "kl")),
     *("adapt/hosted gemma2", "adapt/hosted phi", "lora/hosted granite/own rows/own gains"),
     *(f"adapt/hosted {name}/whole rows" for name in ("gpt2", "gpt_oss", "qwen3_moe/aligned")),
-    "adapt/hosted deepseek_v3/aligned",
+    *(f"adapt/hosted {name}/aligned" for name in ("deepseek_v3", "ernie4_5_moe")),
+    "adapt/hosted qwen3_next/aligned/whole rows",
+    *(f"{method}/hosted llama" for method in ("preserve", "lora")),
 ]
 DIFFERENCES = [
     f"difference/{unpacked}/{tokens}"
@@ -100,6 +102,7 @@ ALL_COMPILED = [
 
 ENGINES = [
     *(f"{zero}/adapt" for zero in ("zero1", "zero2", "zero3 tight")),
+    "zero3 tight/lora",
     "zero1/fft/muon",
 ]
 """ZeRO's stage, the method, and perhaps an optimizer."""

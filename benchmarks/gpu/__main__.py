@@ -206,12 +206,12 @@ def run_parts(parts: Sequence[str], setting: Setting, total_seconds: float = mat
     deadline = time.monotonic() + total_seconds
     for part in parts:
         started = time.monotonic()
-        limit = min(setting.seconds, deadline - started)
-        if limit < _LEAST_S:
+        left = deadline - started
+        if left < _LEAST_S:
             found = f"no time left: make gpu ONLY={part} gives it {setting.seconds:.0f} s"
             found_rows = [CheckRow("begins in time", False, found)]
         else:
-            found_rows = run_part(part, setting, limit)
+            found_rows = run_part(part, setting, min(setting.seconds, left))
         for row in found_rows:
             print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
             rows.append({"part": part, **row._asdict()})

@@ -37,6 +37,7 @@ from pipeline.expansion_folder import MANIFEST
 from pipeline.files.disk_space import free_bytes, held_bytes
 from pipeline.hf import Exported
 from pipeline.hf.served_tokenizer import warn_of_base
+from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model
 from pipeline.methods.parameter_groups import group_lines
@@ -277,6 +278,13 @@ def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Ro
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
     """What was found of a hosted base, and what its loading takes."""
     yield "base", spec.describe()
+    precision = estimator.config.base_precision
+    if precision != "bf16":
+        yield (
+            "base",
+            f"{quantized_share(spec):.0%} of its parameters are stored in {precision}: the linear "
+            "maps that take every token; embedding, norms, output map and experts stay",
+        )
     whole = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
     cluster = estimator.cluster
     of_node = min(cluster.gpus, cluster.gpus_per_node) * whole

@@ -34,6 +34,7 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import NAME, CombinedConfig
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_combined import (
     EXPANSIONS,
     NEW_ROWS,
@@ -162,7 +163,12 @@ def open_export(path: Path) -> ExpansionExport:
         )
     config = read_object(folder / "config.json", ConversionError, "convert the run again")
     fault: str | None = None
-    if config.get("model_type") != ScaleConfig.model_type:
+    if config.get("model_type") == HostedScaleConfig.model_type:
+        fault = (
+            "its base is computed by transformers, and a combination runs layers of our own code; "
+            "serve the export alone"
+        )
+    elif config.get("model_type") != ScaleConfig.model_type:
         fault = "it is no export in the format scale; convert the run again with --format scale"
     elif config.get("gate_layer") is None:
         fault = (

@@ -20,6 +20,7 @@ from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.hosted.bases import open_base
 from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.hub import model_folder
 from pipeline.installation import with_pages_found
@@ -187,7 +188,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         "stages": stages,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
-        "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
+        "deepspeed": f"ds_configs/zero1{_precision(spec, cluster)}.json",
     }
     if not stages:
         del values["stages"]
@@ -205,12 +206,13 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
             values["gate"] = {"negatives": negatives}
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
+    layouts = _layouts(spec, cluster)
     if wanted.gated:
-        config, values = _fitted_with_own_weights(values, spec, cluster)
+        config, values = _fitted_with_own_weights(values, spec, layouts, cluster)
     else:
         if spec.is_native:
             values["method"] |= {"norm": "base"}  # which a merged export needs
-        config, values = _fitted(values, cluster)
+        config, values = _fitted(values, layouts, cluster)
     comments = {
         "gate": _gate_comment(spec),
         "data": _data_comment(values, learned, known) + _chats_comment(wanted, tokenizer),
@@ -223,7 +225,8 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if _may_be_a_difference(values, spec):
         base_parameters = parameters_of(config, spec).base
         comments["method"] += "\n" + _difference_comment(base_parameters)
-    text = _as_yaml(values | {"base": str(wanted.base)}, comments, learned, cluster)
+    comments["deepspeed"] = _layout_comment(spec, cluster)
+    text = _as_yaml(values | {"base": str(wanted.base)}, comments, learned)
     return config, with_pages_found(text)
 
 
@@ -427,8 +430,32 @@ def _corpus(text: TextMeasure, length: int) -> dict[str, Any]:
     return {"input": text.inputs, "heldout_fraction": heldout}
 
 
+def _precision(spec: DecoderSpec, cluster: Cluster) -> str:
+    """What the names of DeepSpeed's files end in: nothing for bf16."""
+    is_in_fp32 = isinstance(spec, HostedSpec) and parameter_kept_in_fp32(spec) is not None
+    return "_fp32" if cluster.on_cpu or is_in_fp32 else ""
+
+
+def _layouts(spec: DecoderSpec, cluster: Cluster) -> list[dict[str, Any]]:
+    """Settings of layouts, from the least communication to the least memory.
+
+    Recomputation comes last, since it costs time: a fifth with products kept, half without.
+    """
+    if cluster.on_cpu:
+        return [{}]
+    precision = _precision(spec, cluster)
+    stages = (3,) if precision else (2, 3)  # no file has ZeRO-2 in fp32: it saves gradients alone
+    layouts: list[dict[str, Any]] = [{}]
+    for stage in stages:
+        layouts.append({"deepspeed": f"ds_configs/zero{stage}{precision}.json"})
+    recomputed = {**layouts[-1], "activation_checkpointing": "all"}
+    if spec.is_native:
+        layouts.append({**recomputed, "recomputation_keeps": "products"})
+    return [*layouts, recomputed]
+
+
 def _fitted_with_own_weights(
-    values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
+    values: dict[str, Any], spec: DecoderSpec, layouts: Sequence[dict[str, Any]], cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `_fitted`.
 
@@ -439,22 +466,17 @@ def _fitted_with_own_weights(
     without_rows = _with_own_weights(values["method"], spec, with_rows=False)
     if "vocabulary" not in values:
         try:
-            return _fitted(values | {"method": with_rows}, cluster)
+            return _fitted(values | {"method": with_rows}, layouts, cluster)
         except LayoutError:
             # It is raised again below if the base does not fit without them either.
             pass
-    return _fitted(values | {"method": without_rows}, cluster)
+    return _fitted(values | {"method": without_rows}, layouts, cluster)
 
 
-def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
-    """The settings with the first layout that fits, and its largest micro-batch."""
-    layouts: list[dict[str, Any]] = [{}]
-    if not cluster.on_cpu:
-        # From the least communication to the least memory; recomputation comes last, since it costs
-        # time: a fifth with products kept, half without.
-        layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
-        recomputed = {"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}
-        layouts += [{**recomputed, "recomputation_keeps": "products"}, recomputed]
+def _fitted(
+    values: dict[str, Any], layouts: Sequence[dict[str, Any]], cluster: Cluster
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The settings with the first of `layouts` that fits, and its largest micro-batch."""
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
     # The largest first: larger matrix products reach more of the peak.
     micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
@@ -482,7 +504,6 @@ def _as_yaml(
     values: dict[str, Any],
     comments: dict[str, str],
     learned: TextMeasure,
-    cluster: Cluster,
 ) -> str:
     """The settings with comments on where each section's values come from, besides those given."""
     comments = comments | {
@@ -493,10 +514,6 @@ def _as_yaml(
             "`scale-cpt config show`."
         ),
         "schedule": _schedule_comment(values, learned),
-        "deepspeed": (
-            f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
-            "GiB; `scale-cpt estimate` compares others."
-        ),
     }
     text = ""
     for key, value in values.items():
@@ -567,6 +584,18 @@ def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
         f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
         f"{twice}\nSuch a run leaves in the format scale."
     )
+
+
+def _layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
+    comment = (
+        f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
+        "`scale-cpt estimate` compares others."
+    )
+    if isinstance(spec, HostedSpec):
+        name = parameter_kept_in_fp32(spec)
+        if name is not None:
+            comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
+    return comment
 
 
 def _may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:

@@ -17,6 +17,8 @@ from torch import nn
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
+from pipeline.hosted.mixtures import idle_parameters
+from pipeline.hosted.spec import HostedSpec
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.linear import ExpertLinear
@@ -72,6 +74,8 @@ def count_parameters(
             trained += parameter.numel()
 
     idle = 0
+    if isinstance(model.spec, HostedSpec):
+        idle = idle_parameters(model.spec, base)
     mixture = model.spec.mixture
     if mixture is not None:
         experts = 0

@@ -34,6 +34,7 @@ from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
+from tests.files import change_json
 from tests.programs import call
 from tests.tolerances import PARITY, assert_near
 
@@ -414,6 +415,14 @@ def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_pa
     with pytest.raises((ConversionError, DataError), match=error):
         combine(folder, {"pieces": exports["pieces"], "other": other})
     assert contents(folder) == before
+
+
+@pytest.mark.full
+def test_an_export_on_a_hosted_base_is_refused_by_name(exports, tmp_path):
+    folder = shutil.copytree(exports["ko"], tmp_path / "hosted")
+    change_json(folder / "config.json", model_type="scale_hosted")
+    with pytest.raises(ConversionError, match=r"computed by transformers.* serve the export alone"):
+        combine(tmp_path / "combined", {"ko": folder})
 
 
 @pytest.mark.full

@@ -78,8 +78,8 @@ def _loaded(auto_class: Any, folder: Path) -> Any:
 
 def _close(model: Any) -> None:
     """Closes the gate for every token."""
-    model.gate.threshold = float("inf")
-    model.gate.is_open_id = None
+    model.token_gate.threshold = float("inf")
+    model.token_gate.is_open_id = None
 
 
 @pytest.mark.parametrize("kind", LOADERS)

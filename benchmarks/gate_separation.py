@@ -27,7 +27,7 @@ from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line, log
 from pipeline.command_line import positive
 from pipeline.config.data import Sampling
-from pipeline.config.run import GateFeatures, GateSettings
+from pipeline.config.gate import GateFeatures, GateSettings
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import PackedCorpus, pack
 from pipeline.data.sources.records import Keys

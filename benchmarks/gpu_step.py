@@ -47,8 +47,8 @@ from benchmarks.results import (
     write_rows,
 )
 from pipeline import command_line
+from pipeline.config.base import BasePrecision
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
-from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents

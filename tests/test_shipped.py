@@ -29,6 +29,7 @@ BASES = {
     "chat_plain": "llama-0.7m",
     "stages": "llama-1m",
     "frontier_long": "llama-1m",
+    "frontier_longest": "llama-1m",
 }
 CLUSTERS = (8, 16, 32, 64, 128)
 RANKS = {

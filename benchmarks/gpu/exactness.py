@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
 from benchmarks.gpu_step import Peak, our_model, set_randomly
 from benchmarks.results import BASES, STORIES
+from pipeline.config.base import BasePrecision
 from pipeline.config.method import FullFineTuning, Lora
-from pipeline.config.run import BasePrecision
 from pipeline.methods import quantize_base
 from pipeline.model.attention import (
     Attend,

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.gpu.setting import CheckRow, Setting, started
 from pipeline import log
+from pipeline.config.health import WatchdogSettings as Limits
 from pipeline.config.method import FullFineTuning
-from pipeline.config.run import WatchdogSettings as Limits
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases
 from pipeline.health.watchdog import RankWatchdog

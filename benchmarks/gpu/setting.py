@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.results import STORIES
+from pipeline.config.base import BasePrecision
 from pipeline.config.method import Method, ScaleMethod
-from pipeline.config.run import BasePrecision
 from pipeline.methods import method_for, quantize_base
 from pipeline.methods.scale import upscale
 from pipeline.model.causal_decoder import CausalDecoder
@@ -20,7 +20,7 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.quantized import Fp8Recipe
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.sizing.flops import dense_tflops
+from pipeline.sizing.mfu import dense_tflops
 
 _H100_CLASS = 800.0
 """Dense 16-bit TFLOP/s."""

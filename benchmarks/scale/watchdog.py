@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.results import Row
 from benchmarks.scale.growth import measured, report
-from pipeline.config.run import WatchdogSettings as Limits
+from pipeline.config.health import WatchdogSettings as Limits
 from pipeline.health import channel, watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.config.base import BasePrecision, Fp8Scaling
 from pipeline.config.data import Data
 from pipeline.config.method import Method
 from pipeline.config.reading import flattened, with_defaults, with_new_names
-from pipeline.config.run import BasePrecision, Fp8Scaling, RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError

@@ -38,8 +38,8 @@ from pipeline.files.hashes import file_hash, sampled_hash
 from pipeline.files.publishing import write_text
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
+from pipeline.sizing.checkpoints import checkpoints_bytes, no_room
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
-from pipeline.sizing.memory import checkpoints_bytes, no_room
 from pipeline.sizing.meta_device import NotTracedError
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def check_disk(allocation: Allocation) -> Finding:
 
     def measure() -> tuple[int, int, int]:
         # Its imports take seconds, and every stage imports this module.
-        from pipeline.sizing.estimate import parameters_of
+        from pipeline.sizing.parameters import parameters_of
 
         inputs = allocation.inputs
         parameters = parameters_of(inputs.config, inputs.base.spec)

@@ -32,12 +32,7 @@ from pipeline.data.dataset.samples import (
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    UserError,
-)
+from pipeline.errors import CheckpointError, ConfigError, DamagedCheckpointError, UserError
 from pipeline.evaluation.benchmarks import Tasks
 from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.hosted.bases import check_dtype, open_base, read_spec
@@ -54,7 +49,7 @@ from pipeline.run_folder.checkpoint_names import named_checkpoint
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
-from pipeline.sizing.micro_batch import imagined_expert_ranks, imagined_ranks
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
 
 _logger = log.get_logger(__name__)
 

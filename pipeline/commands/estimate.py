@@ -36,7 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs, such as --gpus 8")
     # Here, because --help does not wait for torch.
-    from pipeline.sizing.estimate import open_estimator, report, report_values
+    from pipeline.sizing.estimate import open_estimator
+    from pipeline.sizing.report import report, report_values
 
     config = load_config(arguments.run, arguments.set, base="described")
     cluster = cluster_of(arguments)

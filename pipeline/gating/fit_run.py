@@ -15,7 +15,8 @@ from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.run import GateFeatures, GateSettings, OpenIdSettings, RunConfig
+from pipeline.config.gate import GateFeatures, GateSettings, OpenIdSettings
+from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder

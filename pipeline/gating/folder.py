@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load, save_file
 
-from pipeline.config.run import GateFeatures
+from pipeline.config.gate import GateFeatures
 from pipeline.errors import CheckpointError
 from pipeline.files.folders import FolderKind, published_folder
 from pipeline.files.hashes import file_hash

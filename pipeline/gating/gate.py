@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeline.config.run import GateFeatures
+from pipeline.config.gate import GateFeatures
 from pipeline.scale_math import gate_scores, running_mean, stream_over_rms
 
 NUMBERS = ("layer", "features", "bias", "threshold")

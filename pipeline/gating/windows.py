@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config.run import GateSettings, RunConfig
+from pipeline.config.gate import GateSettings
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset.blend import Permutation, mix
 from pipeline.data.dataset.packing import IGNORED, Sample
 from pipeline.data.dataset.samples import open_packed

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from pipeline.config.run import WatchdogSettings
+from pipeline.config.health import WatchdogSettings
 from pipeline.errors import INTERRUPTED, LOST_RANK
 
 Phase = Literal[

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.config import run as settings
+from pipeline.config.health import WatchdogSettings
 from pipeline.errors import exit_code_of, in_one_line
 from pipeline.health import channel
 from pipeline.health.channel import Message
@@ -61,7 +61,7 @@ class RankWatchdog:
 
     def __init__(
         self,
-        limits: settings.WatchdogSettings,
+        limits: WatchdogSettings,
         phases: Phases,
         stacks: Path,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
@@ -221,7 +221,7 @@ class RankWatchdog:
         sys.stdout.flush()
 
 
-def heartbeat_interval_s(limits: settings.WatchdogSettings, ranks: int) -> float:
+def heartbeat_interval_s(limits: WatchdogSettings, ranks: int) -> float:
     """The seconds between two heartbeats of each of `ranks` ranks.
 
     Rank 0 receives about 100 heartbeats a second, however many ranks there are. At least two of

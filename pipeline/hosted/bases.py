@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.config.run import BaseCode
+from pipeline.config.base import BaseCode
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder

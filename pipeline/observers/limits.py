@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from pipeline import log
-from pipeline.config.run import Forgetting, RunConfig
+from pipeline.config.run import RunConfig
+from pipeline.config.stability import Forgetting
 from pipeline.errors import ForgettingError
 from pipeline.parallel.ranks import broadcast_from_rank0, warn_on_rank0
 from pipeline.training.observer import Observer, ValidationEvent

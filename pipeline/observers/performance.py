@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
 
 from pipeline import log
-from pipeline.sizing.flops import mfu_per_token_rate, peak_flops
+from pipeline.sizing.mfu import mfu_per_token_rate, peak_flops
 from pipeline.training.observer import Observer, StepEvent
 from pipeline.training.trainer import Trainer
 

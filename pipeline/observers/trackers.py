@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import log
+from pipeline.config.observers import MlflowTracker, WandbTracker
 from pipeline.config.reading import flattened
-from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
+from pipeline.config.run import RunConfig
 from pipeline.errors import in_one_line
 from pipeline.files.publishing import write_text
 from pipeline.training.observer import Observer, StepEvent

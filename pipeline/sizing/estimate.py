@@ -1,47 +1,31 @@
-"""The estimate of a run on one layout, and on every layout worth comparing.
-
-The report is tables of both, and a recommendation.
-"""
+"""The estimate of a run on one layout, and on every layout worth comparing."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import TrainingStage, training_stages
-from pipeline.deepspeed_config import (
-    DeepSpeedConfig,
-    accumulation_steps,
-    deepspeed_config_of,
-    zero3_unsupported_reason,
-)
+from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
-from pipeline.hosted.decoder import HostedDecoder
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
-from pipeline.model.decoder import Decoder
-from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.scale.plan import GATE_LAYER, checked_gate_layer, plan_expansion
-from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
+from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
+from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import (
     FlopsPerToken,
     ServedFlops,
@@ -49,14 +33,10 @@ from pipeline.sizing.flops import (
     count_flops,
     count_served_flops,
 )
-from pipeline.sizing.memory import (
-    Memory,
-    Parameters,
-    count_parameters,
-    estimate_memory,
-    training_state_bytes,
-)
+from pipeline.sizing.layouts import Choice, layouts_to_compare, recomputation_rank
+from pipeline.sizing.memory import Memory, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
+from pipeline.sizing.parameters import Parameters, parameters_of
 from pipeline.sizing.traffic import (
     EXPERT_PARALLEL,
     GATHER,
@@ -66,58 +46,6 @@ from pipeline.sizing.traffic import (
     Traffic,
     estimate_traffic,
 )
-
-RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
-    ("none", "nothing"),
-    ("collaborative", "products"),
-    ("all", "products"),
-    ("collaborative", "attention"),
-    ("collaborative", "nothing"),
-    ("all", "attention"),
-    ("all", "nothing"),
-)
-"""Layers that are recomputed, and what they keep: about from the least time to the least memory."""
-TP_SIZES = (1, 2, 4, 8)
-_COLUMNS = 100
-"""The width of a report."""
-_TOLERANCE = 0.03
-"""Steps whose times differ by less than this share count as equally fast: the estimate is not more
-precise."""
-
-
-class Choice(NamedTuple):
-    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, what these
-    keep, and how many ranks share experts."""
-
-    zero_stage: int
-    tp_size: int
-    activation_checkpointing: ActivationCheckpointing
-    kept_results: KeptResults = "nothing"
-    expert_size: int = 1
-
-    def layout(self, gpus: int) -> Layout:
-        """The layout of the ranks on so many GPUs.
-
-        Raises:
-            LayoutError: they do not divide.
-        """
-        return Layout(gpus, self.tp_size, self.expert_size)
-
-    @property
-    def groups(self) -> str:
-        """The sizes of the groups that share a layer: the tensor-parallel size, `x ep` and how many
-        ranks share experts, where several do."""
-        if self.expert_size == 1:
-            return str(self.tp_size)
-        return f"{self.tp_size} x ep {self.expert_size}"
-
-    def __str__(self) -> str:
-        text = f"ZeRO-{self.zero_stage} x tp {self.groups}"
-        if self.activation_checkpointing != "none":
-            text += f", checkpointing {self.activation_checkpointing}"
-        if self.kept_results != "nothing":
-            text += f" but {self.kept_results}"
-        return text
 
 
 @dataclass(frozen=True)
@@ -276,46 +204,9 @@ class Estimator:
             costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous
         )
 
-    def all_choices(self) -> Iterator[Choice]:
-        """Every layout worth comparing, and the run's own.
-
-        Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing
-        to partition. Experts over ranks are an alternative to it.
-        """
-        own = self.own_choice
-        recomputations = RECOMPUTATIONS
-        if not self.spec.is_native:
-            # Hosted layers keep nothing where they are recomputed.
-            recomputations = tuple(one for one in RECOMPUTATIONS if one[1] == "nothing")
-        largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
-        sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
-        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
-        for stage, tp_size, recomputation in product(stages, sorted(sizes), recomputations):
-            choice = Choice(stage, tp_size, *recomputation)
-            has_replicas = tp_size < self.cluster.gpus
-            if stage == 1 or has_replicas or choice == own:
-                yield choice
-        groups = [(1, expert_size) for expert_size in self._expert_sizes()]
-        own_groups = own.tp_size, own.expert_size
-        if own.expert_size > 1 and own_groups not in groups:
-            groups.append(own_groups)
-        for stage, (tp_size, expert_size) in product(stages, groups):
-            for recomputation in RECOMPUTATIONS:
-                yield Choice(stage, tp_size, *recomputation, expert_size)
-
-    def _expert_sizes(self) -> list[int]:
-        """How many ranks of a node may share the experts of the run's base."""
-        sizes: list[int] = []
-        if self.spec.mixture is None or not isinstance(
-            training_method(self.config), FrozenBaseMethod
-        ):
-            return sizes
-        largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
-        for size in TP_SIZES:
-            divides = self.spec.mixture.experts % size == 0 and self.cluster.gpus % size == 0
-            if 1 < size <= largest and divides:
-                sizes.append(size)
-        return sizes
+    def choices(self) -> list[Choice]:
+        """Every layout worth comparing, and the run's own."""
+        return layouts_to_compare(self.config, self.spec, self.cluster, self.own_choice)
 
     def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[str, str]]:
         """The estimates of all layouts, and by the sizes of groups why others are impossible.
@@ -326,7 +217,8 @@ class Estimator:
         estimates: list[Estimate] = []
         refused: dict[str, str] = {}
         fitting: set[tuple[int, int, int]] = set()
-        choices = sorted(self.all_choices(), key=_recomputation)  # the least recomputation first
+        # The least recomputation first, so that layouts with more are left out where it fits.
+        choices = sorted(self.choices(), key=recomputation_rank)
         for choice in counted(choices, "estimating", len(choices), " layouts"):
             place = choice.zero_stage, choice.tp_size, choice.expert_size
             if place in fitting and choice != self.own_choice and not every:
@@ -391,18 +283,6 @@ class Estimator:
         for estimator in self.stages:
             seconds += estimator.stage.steps * estimator.estimate(choice).step_s
         return seconds
-
-
-def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
-    """The parameters of a run's model, by what becomes of them; built without memory."""
-    with torch.device("meta"):
-        model = training_method(config).build(spec, SINGLE, "none")
-        base: nn.Module
-        if isinstance(model, HostedDecoder):
-            base = model.base
-        else:
-            base = Decoder(replace(spec, new_tokens=0))
-        return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")
 
 
 def estimator_of(
@@ -478,340 +358,7 @@ def open_estimator(
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 
-def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
-    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason.
-
-    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least
-    recomputation, then the lowest ZeRO stage. None if none fits.
-    """
-    if not estimates:
-        return None, "no layout is possible; see the reasons given for each"
-    safe = [estimate for estimate in estimates if estimate.is_safe(cluster)]
-    if not safe:
-        return None, _nothing_fits(estimates, cluster)
-
-    fastest = min(estimate.step_s for estimate in safe)
-    # Not the single fastest: differences below the estimate's error would choose a more complicated
-    # layout at random.
-    equally_fast = [one for one in safe if one.step_s <= fastest * (1 + _TOLERANCE)]
-    best = min(equally_fast, key=_effort)
-    reasons = [
-        f"{_gib(best)} of {_usable_gib(cluster)} usable GiB, {best.step_s:.2f} s a step",
-    ]
-    simpler = []
-    for other in estimates:
-        if _effort(other) < _effort(best) and not other.is_safe(cluster):
-            simpler.append(other)
-    if simpler:
-        nearest = _smallest(simpler)
-        reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
-    if best.choice.zero_stage < 3:
-        sharded = best.choice._replace(zero_stage=3)
-        for other in estimates:
-            if other.choice == sharded:
-                more_gb = (other.sent_bytes - best.sent_bytes) / 1e9
-                reasons.append(
-                    f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits"
-                )
-    return best.choice, "; ".join(reasons)
-
-
-def _nothing_fits(estimates: Sequence[Estimate], cluster: Cluster) -> str:
-    """Why no layout is recommended."""
-    least = _smallest(estimates)
-    reason = (
-        f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {_usable_gib(cluster)}"
-    )
-    if least.fits(cluster):
-        reason += f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"
-    return (
-        f"{reason}; take more GPUs, a smaller schedule.micro_batch_size, "
-        "or ds_configs/zero3_offload.json"
-    )
-
-
-def _smallest(estimates: Sequence[Estimate]) -> Estimate:
-    """The one that takes the least memory."""
-    return min(estimates, key=lambda estimate: estimate.memory.total)
-
-
-def _recomputation(choice: Choice) -> int:
-    """A number that rises with what is recomputed."""
-    return RECOMPUTATIONS.index((choice.activation_checkpointing, choice.kept_results))
-
-
-def _effort(estimate: Estimate) -> tuple[int, int, int]:
-    """How far a layout is from the simplest one."""
-    choice = estimate.choice
-    return choice.tp_size * choice.expert_size, _recomputation(choice), choice.zero_stage
-
-
 def _place(estimate: Estimate) -> tuple[int, int, int, int]:
     """The order of a table."""
     choice = estimate.choice
-    return choice.zero_stage, choice.tp_size, choice.expert_size, _recomputation(choice)
-
-
-def _gib(estimate: Estimate) -> str:
-    return f"{estimate.memory.total / GIB:.1f}"
-
-
-def _usable_gib(cluster: Cluster) -> str:
-    return f"{cluster.usable_bytes / GIB:.0f}"
-
-
-# --- The report -----------------------------------------------------------------------------------
-
-
-def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | None]:
-    """The report of an estimate, and the recommended layout if there is one.
-
-    Its sections are the model, a table of layouts, the time of the run's own layout and of the
-    recommended one, and the recommendation. `every` layout is listed, those too that recompute more
-    than they must.
-    """
-    estimates, refused = estimator.estimate_all(every=every)
-    recommended, reason = recommend(estimates, estimator.cluster)
-    shown = estimates if every else estimator.worth_a_row(estimates)
-    sections = [
-        _model_section(estimator),
-        _layouts_section(shown, refused, estimator.cluster),
-        _times_section(estimates, refused, recommended, estimator),
-        _wrapped(f"recommended: {recommended or 'no layout'}: {reason}"),
-    ]
-    return "\n\n".join(sections), recommended
-
-
-def report_values(
-    estimator: Estimator, *, every: bool = False
-) -> tuple[dict[str, Any], Choice | None]:
-    """What a report says, for programs (docs/json.md), and the recommended layout if there is one.
-
-    All layouts that were estimated are listed.
-    """
-    cluster = estimator.cluster
-    estimates, refused = estimator.estimate_all(every=every)
-    recommended, reason = recommend(estimates, cluster)
-    served = estimator.served_flops()
-    values = {
-        "run": estimator.config.name,
-        "parameters": asdict(estimator.parameters),
-        "flops_per_token": estimator.flops_per_token("none", "nothing").total,
-        "served_flops_per_token": None if served is None else asdict(served),
-        "tokens_per_step": estimator.tokens_per_step,
-        "steps": estimator.config.schedule.steps,
-        "stage": estimator.stage.name or None,
-        "cluster": asdict(cluster),
-        "usable_bytes": round(cluster.usable_bytes),
-        "layouts": [layout_values(estimate, estimator) for estimate in estimates],
-        "refused": refused,
-        "own": estimator.own_choice._asdict(),
-        "recommended": None if recommended is None else recommended._asdict(),
-        "reason": reason,
-    }
-    return values, recommended
-
-
-def layout_values(estimate: Estimate, estimator: Estimator) -> dict[str, Any]:
-    """The estimate of one layout, for programs."""
-    cluster = estimator.cluster
-    step_s = estimate.step_s
-    return {
-        **estimate.choice._asdict(),
-        "memory_bytes": asdict(estimate.memory),
-        "total_bytes": estimate.memory.total,
-        "host_bytes": estimate.host_bytes,
-        "fits": _fits(estimate, cluster),
-        "micro_batches": estimate.micro_batches,
-        "inside_node_bytes": estimate.inside_bytes,
-        "between_nodes_bytes": estimate.between_bytes,
-        "compute_s": estimate.compute_s,
-        "step_s": step_s,
-        "tokens_per_second_per_gpu": estimator.tokens_per_step / step_s / cluster.gpus,
-        "hours": estimator.run_seconds(estimate.choice) / 3600,
-    }
-
-
-def _fits(estimate: Estimate, cluster: Cluster) -> str:
-    """Whether a layout fits: `yes`, `tight` within the error of the estimate, or `no`."""
-    if estimate.is_safe(cluster):
-        return "yes"
-    return "tight" if estimate.fits(cluster) else "no"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _model_section(estimator: Estimator) -> str:
-    """The model, its FLOPs, the batch and the cluster; a label and a text in each line."""
-    cluster = estimator.cluster
-    config = estimator.config
-    flops = estimator.flops_per_token("none", "nothing")
-    lines = [
-        ("parameters", str(estimator.parameters)),
-        ("state", _training_state(estimator)),
-        (
-            "FLOPs",
-            f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
-            f"{flops.attention / 1e9:.2f} attention)",
-        ),
-        (
-            "batch",
-            f"{estimator.tokens_per_step:,} tokens a step, {estimator.stage.steps:,} steps",
-        ),
-        (
-            "cluster",
-            f"{cluster.gpus} GPUs on {cluster.nodes} node(s), {_usable_gib(cluster)} usable of "
-            f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s "
-            f"at MFU {cluster.mfu:.2f}",
-        ),
-    ]
-    if len(estimator.stages) > 1:
-        stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
-        lines.insert(2, ("stage", f"{stages}; parameters, state and hours are of the whole run"))
-    served = estimator.served_flops()
-    if served is not None:
-        lines.append(
-            (
-                "served",
-                f"{served.closed / 1e9:.2f} G FLOPs a token where the gate stays shut, "
-                f"{served.open / 1e9:.2f} G where it is open "
-                f"({served.open / served.closed:.2f} times the base's)",
-            )
-        )
-    if isinstance(config.method, ScaleMethod):
-        spec = estimator.spec
-        plan = plan_expansion(config.method, spec.widths, spec.num_layers)
-        if merged_unsupported_reason(plan, spec, gated=False) is None:
-            assert plan.expansion is not None, "SCALE widens its base"
-            serving = describe_serving(plan.expansion, spec)
-            lines.append(("serving", f"a merged export: {serving}"))
-    return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
-
-
-def _training_state(estimator: Estimator) -> str:
-    """What training holds of each trained parameter, which is the price of a method."""
-    parameters = estimator.parameters
-    size = training_state_bytes(parameters, estimator.deepspeed.dtype)
-    each = size / max(1, parameters.trained)
-    return (
-        f"{size / GIB:.2f} GiB over all ranks, {each:.1f} bytes a trained parameter: weight, "
-        "gradient, fp32 copy and moments"
-    )
-
-
-_LAYOUT_COLUMNS = (
-    ("ZeRO", ">4"),
-    ("tp", ">3"),
-    ("ep", ">3"),
-    ("checkpointing", "<13"),
-    ("keeps", "<9"),
-    ("weights", ">7"),
-    ("states", ">7"),
-    ("activ.", ">6"),
-    ("other", ">5"),
-    ("total", ">7"),
-    ("fits", ">5"),
-    ("node GB", ">8"),
-    ("net GB", ">7"),
-    ("s/step", ">7"),
-)
-"""Heads of the table of layouts, with alignment and width. `ep`, how many ranks share experts, is
-left out of tables where none do."""
-
-
-def _layouts_section(
-    estimates: Sequence[Estimate], refused: dict[str, str], cluster: Cluster
-) -> str:
-    """A table of layouts, memory in GiB and traffic in GB; and why others are impossible."""
-    rows = [[head for head, _ in _LAYOUT_COLUMNS]]
-    for estimate in estimates:
-        rows.append(_layout_cells(estimate, cluster))
-    with_experts = any(estimate.choice.expert_size > 1 for estimate in estimates)
-    lines = [_layout_line(row, with_experts=with_experts) for row in rows]
-    for groups, reason in refused.items():
-        lines.append(_wrapped(f"  not tp {groups}: {reason}"))
-    return "\n".join(lines)
-
-
-def _layout_line(cells: Sequence[str], *, with_experts: bool) -> str:
-    aligned = []
-    for text, (head, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
-        if head != "ep" or with_experts:
-            aligned.append(format(text, form))
-    return " ".join(aligned)
-
-
-def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
-    """One row: the larger kinds of memory have columns, all others share one."""
-    choice = estimate.choice
-    memory = estimate.memory
-    states = memory.gradients + memory.optimizer
-    other = memory.total - memory.weights - states - memory.activations
-    return [
-        str(choice.zero_stage),
-        str(choice.tp_size),
-        str(choice.expert_size),
-        choice.activation_checkpointing,
-        "-" if choice.activation_checkpointing == "none" else choice.kept_results,
-        f"{memory.weights / GIB:.2f}",
-        f"{states / GIB:.2f}",
-        f"{memory.activations / GIB:.2f}",
-        f"{other / GIB:.2f}",
-        f"{memory.total / GIB:.2f}",
-        _fits(estimate, cluster),
-        f"{estimate.inside_bytes / 1e9:.1f}",
-        f"{estimate.between_bytes / 1e9:.1f}",
-        f"{estimate.step_s:.2f}",
-    ]
-
-
-def _times_section(
-    estimates: Sequence[Estimate],
-    refused: dict[str, str],
-    recommended: Choice | None,
-    estimator: Estimator,
-) -> str:
-    """The run's own layout and the recommended one in full."""
-    own = estimator.own_choice
-    lines = []
-    for estimate in estimates:
-        if estimate.choice == own == recommended:
-            lines.append(_times_of(estimate, "this run's, recommended", estimator))
-        elif estimate.choice == own:
-            lines.append(_times_of(estimate, "this run's", estimator))
-        elif estimate.choice == recommended:
-            lines.append(_times_of(estimate, "recommended", estimator))
-    if own.groups in refused:
-        lines.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
-    return "\n".join(_wrapped(line) for line in lines)
-
-
-def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
-    """The time of a step and of the run on one layout, and its memory by kind."""
-    cluster = estimator.cluster
-    step_s = estimate.step_s
-    warning = ""
-    if not estimate.fits(cluster):
-        warning = f"DOES NOT FIT, it needs {_gib(estimate)} of {_usable_gib(cluster)} usable GiB: "
-    elif not estimate.is_safe(cluster):
-        warning = (
-            f"TIGHT, less than {MEMORY_ERROR:.0%} of {_usable_gib(cluster)} usable GiB are left: "
-        )
-    tokens_per_second_per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    hours = estimator.run_seconds(estimate.choice) / 3600
-    on_host = ""
-    if estimate.host_bytes:
-        on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
-    kinds = []
-    for kind in fields(Memory):
-        kinds.append(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}")
-    return (
-        f"{estimate.choice} ({whose}): {warning}{estimate.micro_batches} micro-batches a step, "
-        f"{step_s:.2f} s ({estimate.compute_s:.2f} computing), "
-        f"{tokens_per_second_per_gpu:,.0f} tokens/s a GPU, {hours:.1f} h{on_host}; "
-        f"GiB: {', '.join(kinds)}"
-    )
+    return choice.zero_stage, choice.tp_size, choice.expert_size, recomputation_rank(choice)

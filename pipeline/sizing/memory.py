@@ -6,104 +6,16 @@ the activations are freed; its copies count where they are larger.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
-from torch import nn
 
-from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import PreflightError
-from pipeline.hosted.mixtures import idle_parameters
-from pipeline.hosted.spec import HostedSpec
-from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.decoder import is_layer_matrix
-from pipeline.parallel.linear import ExpertLinear
-from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
+from pipeline.sizing.training_state import MASTER_AND_MOMENTS, MOMENT
 
-
-@dataclass(frozen=True)
-class Parameters:
-    """Parameter counts of the unsharded model; tied parameters count once.
-
-    Attributes:
-        base: parameters of the base.
-        expansion: parameters that the method adds.
-        trained: parameters that train.
-        active: parameters of the base that compute a token, without the experts of a mixture that
-            the token does not take.
-        by_muon: the trained parameters that Muon updates.
-    """
-
-    base: int
-    expansion: int
-    trained: int
-    active: int
-    by_muon: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.base + self.expansion
-
-    def __str__(self) -> str:
-        active = ""
-        if self.active != self.base:
-            active = f" ({self.active:,} active)"
-        share = self.trained / self.total
-        return (
-            f"base {self.base:,}{active}, expansion {self.expansion:,}, "
-            f"trained {self.trained:,} ({share:.1%})"
-        )
-
-
-def count_parameters(
-    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
-) -> Parameters:
-    """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
-    pretrained = sum(parameter.numel() for parameter in base.parameters())
-    total = 0
-    trained = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
-        if parameter.requires_grad:
-            trained += parameter.numel()
-
-    idle = 0
-    if isinstance(model.spec, HostedSpec):
-        idle = idle_parameters(model.spec, base)
-    mixture = model.spec.mixture
-    if mixture is not None:
-        experts = 0
-        for module in base.modules():
-            if isinstance(module, ExpertLinear):
-                experts += module.weight.numel()
-        # A token takes top_k of the routed experts, all of one size; a shared expert is no
-        # ExpertLinear, and counts whole.
-        idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
-
-    by_muon = 0
-    if with_muon:
-        for name, weight in named_trained_parameters(model):
-            if is_layer_matrix(name, weight):
-                by_muon += weight.numel()
-    return Parameters(
-        base=pretrained,
-        expansion=total - pretrained,
-        trained=trained,
-        active=pretrained - idle,
-        by_muon=by_muon,
-    )
-
-
-_MASTER_AND_MOMENTS = 12
-"""Bytes of an element's fp32 master weight and two fp32 moments of Adam."""
-_MOMENT = 4
-"""Bytes of an element's moment; Muon has one where Adam has two."""
 _WHOLE_MATRIX = 16
 """Bytes of an element of a matrix that Muon makes orthogonal: shards, the whole matrix, and bf16
 copies of the iteration."""
@@ -219,7 +131,7 @@ def optimizer_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int)
     """The fp32 master weights and the moments of a rank's partition of what trains."""
     elements = partitioned_elements(costs.trained, zero, dp_size)
     by_muon = partitioned_elements(costs.by_muon, zero, dp_size)
-    return elements * _MASTER_AND_MOMENTS - by_muon * _MOMENT
+    return elements * MASTER_AND_MOMENTS - by_muon * MOMENT
 
 
 def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
@@ -234,7 +146,7 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
     # Muon first makes the update of its whole partition, beside gradient and momentum: see
     # `Muon._update`.
-    size += partitioned_elements(by_muon, zero, dp_size) * _MOMENT
+    size += partitioned_elements(by_muon, zero, dp_size) * MOMENT
     return size + largest_matrix * _WHOLE_MATRIX
 
 
@@ -263,50 +175,3 @@ def partitioned_elements(
 def _has_16_bit_copies(zero: DeepSpeedConfig) -> bool:
     """Whether ZeRO-1 keeps 16-bit gradients beside their fp32 sums (DeepSpeed's BF16_Optimizer)."""
     return zero.dtype != zero.accumulation_dtype
-
-
-def checkpoint_bytes(parameters: Parameters) -> int:
-    """The size of one checkpoint: the optimizer's states, which include the trained weights.
-
-    The base is not in it. The rest (random states, padding, names) is below a few percent in large
-    runs.
-    """
-    return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
-
-
-def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
-    """What training holds of the trained parameters, over all ranks: weights and gradients in
-    `dtype`, and the optimizer's fp32 copies and moments.
-
-    In 16 bits that is 16 bytes a parameter, and 12 where Muon trains it.
-    """
-    return 2 * parameters.trained * dtype.itemsize + checkpoint_bytes(parameters)
-
-
-def most_checkpoints(config: RunConfig) -> int:
-    """The most checkpoints on the disk at once.
-
-    They are the last ones, those that are kept for good, and one that is being written.
-    """
-    settings = config.checkpoints
-    kept_for_good = 0
-    if settings.keep_every_steps is not None:
-        kept_for_good = config.schedule.steps // settings.keep_every_steps
-    # A rollback goes to the newest checkpoint that lies far enough behind: it and all after it are
-    # kept.
-    before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
-    return max(settings.keep_last, before_spike) + kept_for_good + 1
-
-
-def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
-    """The disk space that a run needs: the most checkpoints at once, and a tenth more."""
-    return int(1.1 * checkpoint_bytes(parameters) * most_checkpoints(config))
-
-
-def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
-    """The error for a `folder` without enough disk space for the checkpoints to come."""
-    return PreflightError(
-        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, "
-        f"found {free_bytes / 1e9:.3g} GB free; "
-        "make room, lower checkpoints.keep_last, or set folder to another disk"
-    )

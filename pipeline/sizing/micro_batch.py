@@ -9,17 +9,14 @@ cost.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
@@ -37,8 +34,9 @@ from pipeline.parallel.sharding import (
     named_trained_parameters,
     partition_of,
 )
-from pipeline.parallel.topology import ALL_EXPERTS, ExpertParallel, TensorParallel
-from pipeline.sizing.meta_device import foreign_code_traced, value_without_data
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
+from pipeline.sizing.live_memory import LiveMemory
+from pipeline.sizing.meta_device import foreign_code_traced
 
 
 class ParameterUse(NamedTuple):
@@ -298,178 +296,3 @@ def _has_gradient(outputs: object) -> bool:
 def _free_gradient(parameter: Tensor) -> None:
     """ZeRO frees a gradient once it is reduced; what it then holds is counted separately."""
     parameter.grad = None
-
-
-# --- Memory of tensors without data ---------------------------------------------------------------
-
-_sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
-
-
-class KnownSizes(TorchDispatchMode):
-    """While entered, a new meta tensor that an equal call made before is made from its sizes.
-
-    torch derives the sizes of most results on the meta device in Python, which takes longer than
-    all the rest.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: the compiler in every call would take a third of the time."""
-        return False
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if operation is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return value_without_data(args[0])
-        # The default type belongs to it, because factories such as `zeros` take it.
-        key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
-        sizes = _sizes_of_results.get(key)
-        if sizes is not None:
-            shape, stride, dtype = sizes
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        result = operation(*args, **kwargs)
-        if key not in _sizes_of_results:
-            is_new = _is_new_meta_tensor(result, (args, kwargs))
-            # None: views, results in place and several results are always computed.
-            _sizes_of_results[key] = _sizes(result) if is_new else None
-        return result
-
-
-def _key(value: Any) -> object:
-    """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
-    if isinstance(value, Tensor):
-        return value.device, *_sizes(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return type(value), value
-
-
-def _sizes(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_new_meta_tensor(result: Any, given: Any) -> bool:
-    """Whether `result` is one tensor with a storage of its own, as large as its elements."""
-    if not isinstance(result, Tensor) or not result.is_meta:
-        return False
-    storage = result.untyped_storage()
-    if storage.nbytes() != result.nbytes:
-        return False
-    for tensor in tree_leaves(given):
-        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == storage._cdata:
-            return False
-    return True
-
-
-class LiveMemory(KnownSizes):
-    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
-
-    A storage counts once, however many views it has, from the operation that creates it until its
-    last tensor is freed. The storages of the tensors `known` do not count. Works on real, fake and
-    meta tensors.
-    """
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = super().__torch_dispatch__(operation, types, args, kwargs)
-        # Most results are one tensor, for which tree_leaves would take long.
-        tensors = [result] if isinstance(result, Tensor) else tree_leaves(result)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes or key in self._known:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += self._sizes[key]
-        self.peak = max(self.peak, self.now)
-        # A storage's Python object lives as long as any tensor holds it, since torch keeps one for
-        # each storage.
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-
-# --- Ranks that do not exist ----------------------------------------------------------------------
-
-
-class RecordingGroup(dist.ProcessGroup):
-    """A process group without other ranks: its messages are added up, not sent."""
-
-    def __init__(self, size: int, payload_bytes: Counter[tuple[int, str]]) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub has another one
-        self._payload_bytes = payload_bytes
-
-    def allreduce(  # type: ignore[override]
-        self, tensors: list[Tensor], options: Any = None
-    ) -> None:
-        self._record("all-reduce", *tensors)
-
-    def all_gather_single(  # type: ignore[override]
-        self, output: Tensor, own: Tensor, options: Any = None
-    ) -> None:
-        # The longer side of the message: the formulas of `sizing.traffic` take that one.
-        self._record("all-gather", output)
-
-    def reduce_scatter_single(  # type: ignore[override]
-        self, own: Tensor, given: Tensor, options: Any = None
-    ) -> None:
-        self._record("reduce-scatter", given)
-
-    def all_to_all_single(  # type: ignore[override]
-        self,
-        received: Tensor,
-        given: Tensor,
-        received_sizes: list[int],
-        given_sizes: list[int],
-        options: Any = None,
-    ) -> None:
-        self._record("all-to-all", given)
-
-    def _record(self, collective: str, *tensors: Tensor) -> None:
-        self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)
-
-
-def imagined_ranks(
-    tp_size: int,
-    payload_bytes: Counter[tuple[int, str]],
-    *,
-    sequence_parallel: bool = False,
-    expert_parallel: ExpertParallel = ALL_EXPERTS,
-) -> TensorParallel:
-    """Rank 0 of `tp_size` tensor-parallel ranks without the others.
-
-    Its messages are counted in `payload_bytes`, and not sent.
-    """
-    if tp_size == 1:
-        return TensorParallel(expert_parallel=expert_parallel)
-    # Ranks with the same key/value head form a replica group, of a size that divides tp_size.
-    groups = []
-    for size in range(2, tp_size):
-        if tp_size % size == 0:
-            groups.append((size, RecordingGroup(size, payload_bytes)))
-    whole = RecordingGroup(tp_size, payload_bytes)
-    return TensorParallel(0, tp_size, whole, tuple(groups), sequence_parallel, expert_parallel)
-
-
-def imagined_expert_ranks(
-    expert_size: int, payload_bytes: Counter[tuple[int, str]], *, padded: bool = False
-) -> ExpertParallel:
-    """Rank 0 of `expert_size` ranks that share experts, without the others; as `imagined_ranks`."""
-    if expert_size == 1:
-        return ALL_EXPERTS
-    return ExpertParallel(0, expert_size, RecordingGroup(expert_size, payload_bytes), padded)

@@ -38,7 +38,7 @@ from pipeline.checkpoint.rank_files import (
     read_random_state,
     write_rank_file,
 )
-from pipeline.config.run import CheckpointSettings
+from pipeline.config.checkpoints import CheckpointSettings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files.hashes import file_hash
 from pipeline.parallel.ranks import (

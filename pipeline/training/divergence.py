@@ -13,7 +13,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from pipeline.checkpoint.manifest import Position, StepRecord
-from pipeline.config.run import RunConfig, Stability
+from pipeline.config.run import RunConfig
+from pipeline.config.stability import Stability
 from pipeline.errors import DivergenceError
 from pipeline.files.json_files import write_json
 from pipeline.parallel.ranks import raise_on_all_ranks

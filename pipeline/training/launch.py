@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pipeline.config.run import WatchdogSettings
+from pipeline.config.health import WatchdogSettings
 from pipeline.errors import LayoutError, RendezvousError
 from pipeline.log import node
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from pipeline.checks.dry_run import RunPlan, make_plan
+from pipeline.checks.dry_run import make_plan
+from pipeline.checks.run_plan import RunPlan
 from pipeline.config.run import load_config
 from pipeline.expansion_folder import open_expansion
 from pipeline.files.disk_space import held_bytes

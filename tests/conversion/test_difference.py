@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
-from pipeline.config.run import GateFeatures
+from pipeline.config.gate import GateFeatures
 from pipeline.conversion.difference import (
     LOST,
     Packing,

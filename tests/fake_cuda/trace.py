@@ -49,7 +49,7 @@ from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, GradientPrecision, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.sizing.micro_batch import imagined_expert_ranks
+from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.serving.stand_ins import vllm_config, with_stand_ins

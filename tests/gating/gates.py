@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.config.run import GateFeatures
+from pipeline.config.gate import GateFeatures
 from pipeline.gating.folder import GateRecord
 from pipeline.gating.gate import FittedGate
 from pipeline.model.attention import Documents

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from pipeline.config.run import WatchdogSettings
+from pipeline.config.health import WatchdogSettings
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases, RankHealth, RankReport
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.config.run import WatchdogSettings as Settings
+from pipeline.config.health import WatchdogSettings as Settings
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, LOST_RANK, DataError
 from pipeline.health.liveness import INTERRUPTION, Phases
 from pipeline.health.watchdog import RankWatchdog, heartbeat_interval_s

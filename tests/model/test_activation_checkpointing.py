@@ -9,7 +9,7 @@ import torch
 
 from pipeline.model import recomputation
 from pipeline.model.recomputation import gate_and_up_shapes
-from pipeline.sizing.micro_batch import LiveMemory
+from pipeline.sizing.live_memory import LiveMemory
 from tests.widened import (
     Watched,
     kept_for_backward,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from pipeline.checkpoint.manifest import Position
-from pipeline.config.run import Forgetting
+from pipeline.config.stability import Forgetting
 from pipeline.errors import RESUME_LATER, ForgettingError
 from pipeline.observers.limits import apply_forgetting_budget
 from pipeline.run_folder.attempts import read_attempts

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.run import load_config
 from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import PROFILE
-from pipeline.sizing.flops import mfu_per_token_rate
+from pipeline.sizing.mfu import mfu_per_token_rate
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.training.runs import in_turn, make_run, metrics, train

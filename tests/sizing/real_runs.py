@@ -24,7 +24,7 @@ from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
-from pipeline.sizing.micro_batch import LiveMemory
+from pipeline.sizing.live_memory import LiveMemory
 from tests.messages import Messages
 from tests.training.runs import start_deepspeed, write_config
 

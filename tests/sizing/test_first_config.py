@@ -21,7 +21,10 @@ from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import FirstRun, _method, _with_own_weights, measure, propose
+from pipeline.sizing.first_config.method import scale_method, with_own_weights
+from pipeline.sizing.first_config.propose import propose
+from pipeline.sizing.first_config.texts import measure
+from pipeline.sizing.first_config.wanted import FirstRun
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
@@ -119,7 +122,7 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
 def test_widths_grow_as_the_papers():
     """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without
     W12."""
-    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"))
+    method = scale_method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"))
     assert method.pop("expansion") == dict(zip(WIDTHS, (256, 1024, 4), strict=True))
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3}
 
@@ -128,7 +131,7 @@ def test_under_a_gate_open_tokens_have_weights_of_their_own_as_far_as_the_base_t
     bases = ROOT / "configs" / "bases"
     llama = read_spec(bases / "llama-3.2-1b.json")
     own = {"collaborative_modules": "both", "norm": "base", "own_gains": True}
-    method = _with_own_weights(_method(llama), llama, with_rows=True)
+    method = with_own_weights(scale_method(llama), llama, with_rows=True)
     assert method.pop("expansion") and method == {
         "name": "scale",
         "variant": "adapt",
@@ -138,7 +141,7 @@ def test_under_a_gate_open_tokens_have_weights_of_their_own_as_far_as_the_base_t
         **own,
     }
     mixture = read_spec(bases / "qwen3-moe-96m.json")
-    method = _with_own_weights(_method(mixture), mixture, with_rows=False)
+    method = with_own_weights(scale_method(mixture), mixture, with_rows=False)
     assert "low_rank" not in method and "own_rows" not in method and method["own_gains"]
 
 
@@ -152,7 +155,7 @@ def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):
             raise LayoutError("memory: does not fit")
         return parse_config(values, source="test"), values
 
-    monkeypatch.setattr("pipeline.sizing.first_config._fitted", fitted)
+    monkeypatch.setattr("pipeline.sizing.first_config.fitting.fit_to_cluster", fitted)
     config, text = propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, on_cpu=True))
     assert tried == [True, False] and config.method.own_rows is None
     assert "weights of their own (own_gains, low_rank)" in text

@@ -17,10 +17,12 @@ from pipeline.methods import build_model
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config import FirstRun, propose
+from pipeline.sizing.first_config.propose import propose
+from pipeline.sizing.first_config.wanted import FirstRun
 from pipeline.sizing.flops import count_served_flops
+from pipeline.sizing.live_memory import LiveMemory
 from pipeline.sizing.meta_device import NotTracedError
-from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
+from pipeline.sizing.micro_batch import measure_micro_batch
 from tests.hosted.bases import hosted, opened, save_hosted
 from tests.programs import scale_cpt
 from tests.sizing.real_runs import real_batch

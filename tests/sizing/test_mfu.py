@@ -9,13 +9,8 @@ from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import SINGLE
-from pipeline.sizing.flops import (
-    count_flops,
-    count_served_flops,
-    dense_tflops,
-    mfu_per_token_rate,
-    peak_flops,
-)
+from pipeline.sizing.flops import count_flops, count_served_flops
+from pipeline.sizing.mfu import dense_tflops, mfu_per_token_rate, peak_flops
 from tests.training.journeys import METHODS
 from tests.training.runs import write_config
 

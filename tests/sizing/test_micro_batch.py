@@ -9,7 +9,8 @@ import torch.distributed as dist
 from pipeline.errors import LayoutError
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
-from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
+from pipeline.sizing.live_memory import LiveMemory
+from pipeline.sizing.micro_batch import measure_micro_batch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 from tests.widened import kept_for_backward, scale_settings

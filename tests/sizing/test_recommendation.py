@@ -14,15 +14,10 @@ from pipeline.config.run import parse_config
 from pipeline.errors import ConfigError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
-from pipeline.sizing.estimate import (
-    RECOMPUTATIONS,
-    Choice,
-    Estimate,
-    Estimator,
-    open_estimator,
-    recommend,
-    report,
-)
+from pipeline.sizing.estimate import Estimate, Estimator, open_estimator
+from pipeline.sizing.layouts import RECOMPUTATIONS, Choice
+from pipeline.sizing.recommendation import recommend
+from pipeline.sizing.report import report
 from pipeline.sizing.traffic import GATHER
 from tests.bases import STORIES
 from tests.programs import scale_cpt
@@ -94,7 +89,7 @@ def test_layouts_are_the_same_whatever_the_run_has():
     for size in (1, 2):
         config = run_of("llama-3.2-1b", deepspeed="zero1.json", parallel={"expert_size": size})
         opened = open_estimator(config, Cluster(8), base_config=source)
-        found.append(set(opened.all_choices()))
+        found.append(set(opened.choices()))
     assert found[0] == found[1]
     for stage in (1, 2, 3):
         sizes = {choice.expert_size for choice in found[0] if choice.zero_stage == stage}
@@ -108,7 +103,7 @@ def test_a_quantised_70b_base_takes_a_half_or_less():
     for precision, bytes_each in (("bf16", 2), ("fp8", 1), ("nf4", 4.5 / 8)):
         config = run_of("llama-3.1-70b", deepspeed="zero1.json", base_precision=precision)
         opened = open_estimator(config, Cluster(8), base_config=source)
-        stages = {choice.zero_stage for choice in opened.all_choices()}
+        stages = {choice.zero_stage for choice in opened.choices()}
         assert stages == ({1, 2, 3} if precision == "bf16" else {1, 2})
         memory, _ = opened.memory(Choice(1, 8, "none"))
         weights[precision] = memory.weights

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.sizing.memory import Parameters, training_state_bytes
+from pipeline.sizing.parameters import Parameters
+from pipeline.sizing.training_state import training_state_bytes
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from pipeline.checkpoint.manifest import StepRecord
-from pipeline.config.run import Stability
+from pipeline.config.stability import Stability
 from pipeline.training.divergence import REPORT, find_spike, remembered
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import Position
 from pipeline.checkpoint.rank_files import RankState
-from pipeline.config.run import CheckpointSettings as Settings
+from pipeline.config.checkpoints import CheckpointSettings as Settings
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
 from tests.checkpoint.test_manifest import LAYOUT, record

@@ -27,7 +27,8 @@ from pipeline.errors import RESUME_LATER, CheckpointError
 from pipeline.expansion_folder import open_expansion
 from pipeline.run_folder.status import as_text, read_status
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.estimate import open_estimator, report
+from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.report import report
 from pipeline.training.launch import StopSignals
 from tests.bases import STORIES
 from tests.distributed import RankError, run_ranks

@@ -1,0 +1,67 @@
+"""Whether the export of a run can be served, for the dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.config.gate import GateSettings
+from pipeline.conversion.formats import auto_format
+from pipeline.hf import Exported
+from pipeline.model.merged_model import describe_splitting
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import ExpansionPlan
+
+_SERVED_TP = 2
+"""The tensor-parallel size at which a run's export should be servable."""
+
+
+def describe_serving(
+    gate: GateSettings | None,
+    expansion: ExpansionPlan | None,
+    spec: DecoderSpec,
+    refused: Mapping[Exported, str | None],
+) -> str:
+    """Whether the run's export can be served by two GPUs: its widths are chosen before training.
+
+    refused: why the run cannot leave in each format; None where it can.
+    """
+    format = auto_format(refused)
+    if format == "merged":
+        added = None if expansion is None else expansion.expansion
+        return describe_splitting(added, spec, _SERVED_TP)
+    if refused[format] is not None:
+        reason = f"format {format} is not possible: {refused[format]}"
+    elif format == "difference":
+        reason = "vLLM does not run format difference (transformers does)"
+    else:
+        not_run = _not_run_by_vllm(gate, expansion, spec)
+        reason = "vLLM runs format scale on one rank"
+        if not_run is not None:
+            reason = f"vLLM does not run format scale with {not_run} (transformers does)"
+    return (
+        f"CANNOT BE SERVED AT TP {_SERVED_TP}: {reason}, and a merged export is not possible: "
+        f"{refused['merged']}"
+    )
+
+
+def _not_run_by_vllm(
+    gate: GateSettings | None, expansion: ExpansionPlan | None, spec: DecoderSpec
+) -> str | None:
+    """What of a scale export the plugin for vLLM does not run, as it says when it loads one; None
+    if it runs all (serving/scale_cpt_serving/vllm_model.py).
+    """
+    if not spec.is_native:
+        return "a hosted base"
+    if spec.mixture is not None:
+        return "a mixture of experts"
+    if expansion is not None and expansion.own is not None:
+        return "open tokens' own weights"
+    if gate is not None and expansion is not None:
+        if expansion.gate_layer(gate.layer) > expansion.last_exact_layer:
+            return "layers that run twice below the gate"
+        if gate.features == "token+running_mean":
+            return "a running mean that its gate reads (gate.features: token needs none)"
+    for layer in spec.layers:
+        if layer.rotary is not None and layer.rotary.context is not None:
+            return "rotary frequencies that change with a text's length"
+    return None

@@ -1,0 +1,38 @@
+"""The sections `preflight` and `watchdog`: checks of the machines before and during a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.config.reading import PositiveFloat, Section
+
+
+class Preflight(Section):
+    """Checks of the allocation before the first step; they take seconds."""
+
+    enabled: bool = True
+    """whether the allocation is checked before the first step"""
+    min_gb_per_s: Annotated[float, Field(ge=0)] | None = None
+    """lowest rate at which a rank sends in an all-reduce; default: 0.5 on GPUs, 0.001 on CPUs"""
+    slow_factor: Annotated[float, Field(gt=1)] | None = None
+    """how many times longer than on the other ranks a matrix product may take on one rank; default:
+    no limit, and the log names the slowest rank"""
+
+
+class WatchdogSettings(Section):
+    """When a run with lost or hung ranks ends, to be restarted."""
+
+    beat_every_s: PositiveFloat = 5.0
+    """seconds between two heartbeats of a rank; longer with more than 500 ranks"""
+    dead_after_s: PositiveFloat = 60.0
+    """seconds without a heartbeat after which a rank counts as lost; the end of a process is
+    noticed immediately"""
+    # Of a phase, not a step: a step may include a validation or a save, which take minutes.
+    hung_after_s: PositiveFloat = 600.0
+    """seconds that every rank may stay in one phase of a step (data, forward, backward, step)
+    before the run counts as hung"""
+    slow_after_s: PositiveFloat = 1800.0
+    """seconds that every rank may stay in the start, in a validation or in saving before the run
+    counts as hung"""

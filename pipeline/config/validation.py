@@ -1,0 +1,56 @@
+"""The section `validation`: held-out text, prompts and tasks during a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import model_validator
+
+from pipeline.config.data import CorpusName
+from pipeline.config.reading import NonNegativeInt, PositiveInt, Section
+
+
+class ValidationSettings(Section):
+    """Held-out perplexity during the run, for each corpus with a held-out part."""
+
+    every_steps: PositiveInt = 100
+    """number of steps from one validation to the next; there is one at the start and at the end,
+    too"""
+    max_sequences: PositiveInt = 64
+    """most sequences that are scored of each held-out part"""
+    probe: CorpusName | None = None
+    """corpus with a held-out part, of any role, on whose first held-out batch the drift from the
+    base is measured; default: the first corpus of role replay"""
+    prompts: list[str] = []
+    """texts that the model continues at each validation, each token the likeliest; the
+    continuations go to TensorBoard and the trackers"""
+    prompt_tokens: PositiveInt = 64
+    """number of tokens by which each prompt is continued"""
+    tasks: list[str] = []
+    """lm-eval's tasks that the model in training answers, with choices or written answers
+    (docs/evaluation.md)"""
+    tasks_every: PositiveInt = 1
+    """number of validations from one answering of the tasks to the next; the first and the last
+    step's validations have one, too"""
+    tasks_limit: PositiveInt | None = None
+    """most questions of each task, the first ones; default: all"""
+    few_shot: NonNegativeInt | None = None
+    """solved examples before each question of a task; default: the task's own number"""
+    tasks_folder: Path | None = None
+    """folder of your own tasks in lm-eval's format, whose Python code is run; default: none"""
+    stop_after: PositiveInt | None = None
+    """number of validations in a row without a lower nll_per_token on the new text, after which the
+    run cools down and ends (docs/stability.md); default: the run ends with its schedule"""
+    cool_down_steps: NonNegativeInt = 0
+    """steps over which the learning rate falls to its end before a run that `stop_after` stops
+    ends"""
+
+    @model_validator(mode="after")
+    def _settings_belong_together(self) -> ValidationSettings:
+        if self.cool_down_steps and self.stop_after is None:
+            raise ValueError("cool_down_steps: belongs to stop_after; set it, or remove this")
+        if self.tasks_folder is not None and not self.tasks:
+            raise ValueError("tasks_folder: belongs to tasks; name some, or remove it")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise ValueError("prompts: expected texts, found an empty one")
+        return self

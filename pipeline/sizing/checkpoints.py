@@ -1,0 +1,49 @@
+"""The size of checkpoints, and the disk space that a run needs for them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipeline.config.run import RunConfig
+from pipeline.errors import PreflightError
+from pipeline.sizing.parameters import Parameters
+from pipeline.sizing.training_state import optimizer_state_bytes
+
+
+def checkpoint_bytes(parameters: Parameters) -> int:
+    """The size of one checkpoint: the optimizer's states, which include the trained weights.
+
+    The base is not in it. The rest (random states, padding, names) is below a few percent in large
+    runs.
+    """
+    return optimizer_state_bytes(parameters)
+
+
+def most_checkpoints(config: RunConfig) -> int:
+    """The most checkpoints on the disk at once.
+
+    They are the last ones, those that are kept for good, and one that is being written.
+    """
+    settings = config.checkpoints
+    kept_for_good = 0
+    if settings.keep_every_steps is not None:
+        kept_for_good = config.schedule.steps // settings.keep_every_steps
+    # A rollback goes to the newest checkpoint that lies far enough behind: it and all after it are
+    # kept.
+    before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
+    return max(settings.keep_last, before_spike) + kept_for_good + 1
+
+
+def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
+    """The disk space that a run needs: the most checkpoints at once, and a tenth more."""
+    return int(1.1 * checkpoint_bytes(parameters) * most_checkpoints(config))
+
+
+def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
+    """The error for a `folder` without enough disk space for the checkpoints to come."""
+    return PreflightError(
+        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, "
+        f"found {free_bytes / 1e9:.3g} GB free; "
+        "make room, lower checkpoints.keep_last, or set folder to another disk"
+    )

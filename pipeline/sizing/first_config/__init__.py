@@ -1,0 +1,1 @@
+"""What `scale-cpt config init` proposes: `propose.py` puts the sections together."""

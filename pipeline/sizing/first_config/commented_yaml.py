@@ -1,0 +1,187 @@
+"""A first configuration as YAML, with comments that say where its values come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from pipeline.data.tokenizer.chats import chat_template
+from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.errors import DataError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import GIB, Cluster
+from pipeline.sizing.first_config.method import inner_width
+from pipeline.sizing.first_config.texts import TextMeasure
+from pipeline.sizing.first_config.wanted import FirstRun
+
+_MUON_STATE_BYTES = 12
+"""Bytes of training state a parameter: weight, gradient, master weight and momentum."""
+
+
+def as_yaml(
+    values: dict[str, Any],
+    comments: dict[str, str],
+    learned: TextMeasure,
+) -> str:
+    """The settings with comments on where each section's values come from, besides those given."""
+    comments = comments | {
+        "name": (
+            "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
+            "start from.\n"
+            "Every setting is explained in docs/configuration.md; see what this file says with "
+            "`scale-cpt config show`."
+        ),
+        "schedule": _schedule_comment(values, learned),
+    }
+    text = ""
+    for key, value in values.items():
+        is_section = isinstance(value, dict)
+        if is_section or key in comments:
+            text += "\n"
+        for line in comments.get(key, "").splitlines():
+            text += f"# {line}\n"
+        text += yaml.safe_dump(
+            {key: value},
+            sort_keys=False,
+            allow_unicode=True,
+            # None: a section is written in lines, and the lists in it in brackets.
+            default_flow_style=None if is_section else False,
+            width=110,
+        )
+    return text.lstrip("\n")
+
+
+def gate_comment(spec: DecoderSpec) -> str:
+    comment = (
+        "Fitted after training: text on which it stays closed gets the base's own logits "
+        "(docs/gate.md)."
+    )
+    if not spec.is_native:
+        return comment
+    return (
+        f"{comment}\n"
+        "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
+    )
+
+
+def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
+    base = spec.widths
+    added = values["method"]["expansion"]
+    hidden = f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}"
+    inner = inner_width(spec)
+    ffn = f"FFN {inner} by {added['intermediate_size'] / inner:.0%}"
+    heads_share = added["num_attention_heads"] / base.num_attention_heads
+    heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
+    comment = (
+        f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
+        "a small base's by what servers can split.\n"
+    )
+    if isinstance(spec, HostedSpec):
+        comment = (
+            f"transformers computes this base ({spec.structure.model_class}), and the expansion "
+            "stands beside its blocks\n(docs/architectures.md#hosted-bases): "
+            f"{hidden}, {ffn}, {heads}.\n"
+        )
+    l_fp = values["method"]["l_fp"]
+    if "gate" not in values:
+        return (
+            comment
+            + f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
+        )
+    own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
+    if not own:
+        return comment + (
+            f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
+            "tokens read the new blocks.\nSuch a run leaves in the format scale."
+        )
+    twice = ""
+    if spec.is_native:
+        twice = " The layers below the gate run twice."
+    return comment + (
+        f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
+        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
+        f"{twice}\nSuch a run leaves in the format scale."
+    )
+
+
+def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
+    comment = (
+        f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
+        "`scale-cpt estimate` compares others."
+    )
+    if isinstance(spec, HostedSpec):
+        name = parameter_kept_in_fp32(spec)
+        if name is not None:
+            comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
+    return comment
+
+
+def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
+    """Whether full fine-tuning behind the gate could leave as a packed difference."""
+    return (
+        "gate" in values and "vocabulary" not in values and spec.is_native and spec.mixture is None
+    )
+
+
+def difference_comment(base_parameters: int) -> str:
+    state = base_parameters * _MUON_STATE_BYTES / GIB
+    return (
+        "Full fine-tuning by Muon behind the same gate learns more, where its training state of "
+        f"{state:,.3g} GiB over all\nranks fits: method {{name: fft}}, schedule.optimizer muon, "
+        "then scale-cpt convert --format difference\n(docs/gate.md#the-full-difference)."
+    )
+
+
+def data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasure) -> str:
+    purpose = "it keeps the model near the base"
+    if values["data"].get("self_generated_fraction") == 0:
+        purpose = "the gate learns from it where to stay closed"
+    return (
+        f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it "
+        "takes many, `scale-cpt vocabulary` adds tokens).\n"
+        f"old: about {known.tokens:,}; only its held-out part is read, to measure what is "
+        "forgotten.\n"
+        f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
+    )
+
+
+def chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
+    """What is said of chats, on lines of its own; empty for a base that is no chat model."""
+    lines: list[str] = []
+    if wanted.old_chats:
+        lines.append("self_generated_chats: the base answers the chats itself.")
+    if wanted.new_chats:
+        lines.append(
+            "new_chats: chats in the new language, read in the second stage alone; the gate also "
+            "learns from them where to open.\n"
+            "self_generated_new_chats: what the base answers there, read in the first stage alone: "
+            "so answers still end."
+        )
+    if not lines and _has_chat_template(tokenizer):
+        lines.append(
+            "The base has a chat template: --old-chats keeps its chats, and --new-chats teaches it "
+            "to answer in the new language (docs/chat.md)."
+        )
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _has_chat_template(tokenizer: Tokenizer) -> bool:
+    try:
+        chat_template(tokenizer.path)
+    except DataError:
+        return False
+    return True
+
+
+def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:
+    schedule = values["schedule"]
+    sequences = schedule["steps"] * schedule["global_batch_size"]
+    tokens = sequences * values["data"]["sequence_length"]
+    return (
+        f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. "
+        "The rate is the paper's for a hidden size of 2048,\n"
+        "times the square root of 2048 / this one: also try half and twice."
+    )

@@ -1,0 +1,80 @@
+"""The section `data.corpora` of a first configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.config.gate import GateSettings
+from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.sizing.first_config.wanted import FirstRun
+
+_CHATS_HELDOUT = 0.01
+_GATE_TEXT = 4
+"""Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
+twice that to spare."""
+
+
+def corpora_section(
+    wanted: FirstRun, learned: TextMeasure, known: TextMeasure, tokenizer: Tokenizer, length: int
+) -> dict[str, Any]:
+    """The section `data.corpora`."""
+    new = _corpus(learned, length)
+    if wanted.text_key != "text":
+        new["text_key"] = wanted.text_key
+    old = {**_corpus(known, length), "role": "replay"}
+
+    most = 50_000_000
+    if wanted.gated and not wanted.has_chats:
+        most = _GATE_TEXT * GateSettings().tokens
+    sample: dict[str, Any] = {
+        "tokens": max(20_000, min(most, tokens_to_read(learned) // 300)),
+        "max_tokens": min(length, 2048),
+    }
+    if not tokenizer.document_start:
+        # The tokenizer has no token to begin a text with: the base continues old texts.
+        sample["prompts"] = list(known.inputs)  # a copy, or YAML writes an anchor
+        sample["prompt_tokens"] = min(16, length // 4)
+    self_generated: dict[str, Any] = {"role": "self_generated", "sample": sample}
+
+    old_key = wanted.old_text_key or wanted.text_key
+    if old_key != "text":
+        old["text_key"] = old_key
+        self_generated["text_key"] = old_key  # of its prompts, which are old texts
+    corpora = {"new": new, "old": old, "self_generated": self_generated}
+    return corpora | _corpora_of_chats(wanted, sample)
+
+
+def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any]) -> dict[str, Any]:
+    """The corpora of chats; `sample` is what the base is asked to write of other text."""
+    corpora: dict[str, Any] = {}
+    if wanted.old_chats:
+        corpora["self_generated_chats"] = _answered(wanted, sample, wanted.old_chats)
+    if wanted.new_chats:
+        # As often as all that the base writes in languages that it knows.
+        weight = 1 + len(corpora)
+        answered = _answered(wanted, sample, wanted.new_chats)
+        corpora["self_generated_new_chats"] = {**answered, "weight": weight}
+        corpora["new_chats"] = {
+            "input": list(wanted.new_chats),
+            "heldout_fraction": _CHATS_HELDOUT,
+            "messages_key": wanted.messages_key,
+        }
+    return corpora
+
+
+def _answered(wanted: FirstRun, sample: dict[str, Any], chats: Sequence[str]) -> dict[str, Any]:
+    """A corpus of chats that the base answers itself."""
+    lengths = {name: sample[name] for name in ("tokens", "max_tokens")}
+    return {
+        "role": "self_generated",
+        "messages_key": wanted.messages_key,
+        "sample": {**lengths, "prompts": list(chats)},
+    }
+
+
+def _corpus(text: TextMeasure, length: int) -> dict[str, Any]:
+    """A corpus whose held-out share of the documents holds about 128 sequences, within limits."""
+    heldout = float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
+    return {"input": text.inputs, "heldout_fraction": heldout}

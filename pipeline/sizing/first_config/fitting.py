@@ -1,0 +1,89 @@
+"""The layout and the micro-batch with which a first configuration fits on its cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.sources import merged
+from pipeline.errors import LayoutError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.first_config.method import with_own_weights
+from pipeline.sizing.meta_device import NotTracedError
+
+_MICRO_BATCHES = (16, 8, 4, 2, 1)
+
+
+def fit_with_own_weights(
+    values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The settings of a run with a gate, as `fit_to_cluster`.
+
+    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
+    measured, or the base then does not fit: in a large vocabulary they are the most memory.
+    """
+    with_rows = with_own_weights(values["method"], spec, with_rows=True)
+    without_rows = with_own_weights(values["method"], spec, with_rows=False)
+    if "vocabulary" not in values:
+        try:
+            return fit_to_cluster(values | {"method": with_rows}, spec, cluster)
+        except LayoutError:
+            # It is raised again below if the base does not fit without them either.
+            pass
+    return fit_to_cluster(values | {"method": without_rows}, spec, cluster)
+
+
+def deepspeed_file(zero_stage: int, spec: DecoderSpec, cluster: Cluster) -> str:
+    """DeepSpeed's file for a ZeRO stage, in fp32 on CPUs and for a base that asks for it."""
+    is_in_fp32 = isinstance(spec, HostedSpec) and parameter_kept_in_fp32(spec) is not None
+    precision = "_fp32" if cluster.on_cpu or is_in_fp32 else ""
+    return f"ds_configs/zero{zero_stage}{precision}.json"
+
+
+def _layouts(spec: DecoderSpec, cluster: Cluster) -> list[dict[str, Any]]:
+    """Settings of layouts, from the least communication to the least memory.
+
+    Recomputation comes last, since it costs time: a fifth with products kept, half without.
+    """
+    layouts: list[dict[str, Any]] = [{"deepspeed": deepspeed_file(1, spec, cluster)}]
+    if cluster.on_cpu:
+        return layouts
+    sharded = {"deepspeed": deepspeed_file(3, spec, cluster)}
+    if not sharded["deepspeed"].endswith("_fp32.json"):
+        layouts.append({"deepspeed": deepspeed_file(2, spec, cluster)})  # there is none in fp32
+    recomputed = {**sharded, "activation_checkpointing": "all"}
+    layouts.append(sharded)
+    if spec.is_native:
+        layouts.append({**recomputed, "recomputation_keeps": "products"})
+    return [*layouts, recomputed]
+
+
+def fit_to_cluster(
+    values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The settings with the first layout that fits, and its largest micro-batch."""
+    per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
+    # The largest first: larger matrix products reach more of the peak.
+    micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
+    for layout in _layouts(spec, cluster):
+        for micro_batch in micro_batches:
+            fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
+            config = parse_config(fitted, source="the proposed configuration")
+            estimator = open_estimator(config, cluster)
+            try:
+                memory, _ = estimator.memory(estimator.own_choice)
+            except NotTracedError:
+                # The dry run says so. The smallest micro-batch is likeliest to fit.
+                fitted = merged(values, {"schedule": {"micro_batch_size": 1}})
+                return parse_config(fitted, source="the proposed configuration"), fitted
+            if memory.total <= cluster.recommended_bytes:
+                return config, fitted
+    raise LayoutError(
+        f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; "
+        "take more of them (--gpus, --gpu-memory-gib), or a tensor-parallel size that "
+        "scale-cpt estimate recommends"
+    )

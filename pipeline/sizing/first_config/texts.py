@@ -1,0 +1,58 @@
+"""How many tokens the texts of a first configuration hold, by a sample of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.documents import sampled_documents
+from pipeline.data.tokenizer.chats import chat_template
+from pipeline.data.tokenizer.load import Tokenizer, fertility
+
+_SAMPLE_BYTES = 4 * 2**20
+_LITTLE_TEXT = 100_000_000
+_REPEATED = 4
+"""Texts of fewer tokens than _LITTLE_TEXT are read so many times: up to four passes are about as
+good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")."""
+
+
+class TextMeasure(NamedTuple):
+    """What a kind of text holds, by a sample of it."""
+
+    inputs: list[str]
+    tokens: int
+    tokens_per_byte: float
+
+
+def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> TextMeasure:
+    """Estimates the tokens of a corpus of `inputs` from a sample of it.
+
+    Raises:
+        DataError: a file is missing, or holds no text.
+    """
+    sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
+    found = fertility(tokenizer, (document.text for document in sample))
+    tokens_around = len(tokenizer.document_start) + len(tokenizer.document_end)
+    framed = found.tokens + len(sample) * tokens_around
+    return TextMeasure(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
+
+
+def measure_chats(
+    inputs: Sequence[str], tokenizer: Tokenizer, messages_key: str = "messages"
+) -> TextMeasure:
+    """Estimates the tokens of a corpus of chats, prompts included, from a sample of it.
+
+    Raises:
+        DataError: the tokenizer has no chat template, a file is missing, or no chat has an answer.
+    """
+    keys = Keys(messages_key, messages_key, chat=chat_template(tokenizer.path))
+    sample, factor = sampled_documents(inputs, keys, _SAMPLE_BYTES)
+    found = fertility(tokenizer, (document.whole_text for document in sample))
+    return TextMeasure(list(inputs), max(1, round(factor * found.tokens)), found.tokens_per_byte)
+
+
+def tokens_to_read(learned: TextMeasure) -> int:
+    """How many tokens a run reads."""
+    passes = _REPEATED if learned.tokens < _LITTLE_TEXT else 1
+    return passes * learned.tokens

@@ -1,0 +1,69 @@
+"""Model FLOPs utilisation (MFU): the peak of a GPU, and what share of it a run reaches."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.config.run import RunConfig
+from pipeline.methods import build_model
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.flops import count_flops
+from pipeline.sizing.meta_device import NotTracedError
+
+# By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and
+# fp16. Where they give figures "with sparsity" (Hopper, Blackwell), the dense figure is half.
+_DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
+    ("GB200",): 2500.0,
+    ("B200",): 2250.0,
+    ("GH200",): 989.5,
+    ("H200", "NVL"): 835.5,
+    ("H200",): 989.5,
+    ("H100", "NVL"): 835.5,
+    ("H100", "PCIe"): 756.5,
+    ("H100",): 989.5,
+    ("A100",): 312.0,
+    ("A10",): 125.0,
+    ("L40S",): 362.05,
+}
+
+
+def dense_tflops(device_name: str) -> float | None:
+    """The dense 16-bit peak of a GPU by torch's name of it, in TFLOP/s; None for an unknown GPU."""
+    words = set(device_name.replace("-", " ").split())
+    # torch's name of a slice is such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
+    if "MIG" in words:
+        # A slice of a GPU has another peak, which is unknown.
+        return None
+    for needed, tflops in _DENSE_16_BIT_TFLOPS.items():
+        if words >= set(needed):
+            return tflops
+    return None
+
+
+def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:
+    """The peak of one device in `dtype`, in FLOP/s; None if unknown.
+
+    It is `metrics.peak_tflops`, or known by the device's name.
+    """
+    tflops = config.metrics.peak_tflops
+    if tflops is None and device.type == "cuda" and dtype.itemsize == 2:
+        tflops = dense_tflops(torch.cuda.get_device_name(device))
+    return None if tflops is None else tflops * 1e12
+
+
+def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
+    """The model FLOPs utilisation (MFU) of one token per second on one device.
+
+    Frozen parts count for what is computed of them; recomputation by activation checkpointing does
+    not count. None where the device's `peak` is unknown, or the FLOPs of a hosted base.
+    """
+    if peak is None:
+        return None
+    with torch.device("meta"):
+        model = build_model(config, spec, SINGLE, "none")
+    try:
+        flops = count_flops(model, config.data.sequence_length, config.data.kl_fraction)
+    except NotTracedError:
+        return None
+    return flops.total / peak

@@ -1,0 +1,105 @@
+"""The parameters of a run's model, counted by what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from pipeline.config.run import RunConfig
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.mixtures import idle_parameters
+from pipeline.hosted.spec import HostedSpec
+from pipeline.methods import training_method
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.linear import ExpertLinear
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts of the unsharded model; tied parameters count once.
+
+    Attributes:
+        base: parameters of the base.
+        expansion: parameters that the method adds.
+        trained: parameters that train.
+        active: parameters of the base that compute a token, without the experts of a mixture that
+            the token does not take.
+        by_muon: the trained parameters that Muon updates.
+    """
+
+    base: int
+    expansion: int
+    trained: int
+    active: int
+    by_muon: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.base + self.expansion
+
+    def __str__(self) -> str:
+        active = ""
+        if self.active != self.base:
+            active = f" ({self.active:,} active)"
+        share = self.trained / self.total
+        return (
+            f"base {self.base:,}{active}, expansion {self.expansion:,}, "
+            f"trained {self.trained:,} ({share:.1%})"
+        )
+
+
+def count_parameters(
+    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
+) -> Parameters:
+    """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
+    pretrained = sum(parameter.numel() for parameter in base.parameters())
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+
+    idle = 0
+    if isinstance(model.spec, HostedSpec):
+        idle = idle_parameters(model.spec, base)
+    mixture = model.spec.mixture
+    if mixture is not None:
+        experts = 0
+        for module in base.modules():
+            if isinstance(module, ExpertLinear):
+                experts += module.weight.numel()
+        # A token takes top_k of the routed experts, all of one size; a shared expert is no
+        # ExpertLinear, and counts whole.
+        idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
+
+    by_muon = 0
+    if with_muon:
+        for name, weight in named_trained_parameters(model):
+            if is_layer_matrix(name, weight):
+                by_muon += weight.numel()
+    return Parameters(
+        base=pretrained,
+        expansion=total - pretrained,
+        trained=trained,
+        active=pretrained - idle,
+        by_muon=by_muon,
+    )
+
+
+def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
+    """The parameters of a run's model, by what becomes of them; built without memory."""
+    with torch.device("meta"):
+        model = training_method(config).build(spec, SINGLE, "none")
+        base: nn.Module
+        if isinstance(model, HostedDecoder):
+            base = model.base
+        else:
+            base = Decoder(replace(spec, new_tokens=0))
+        return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")

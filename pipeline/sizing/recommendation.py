@@ -1,0 +1,85 @@
+"""The layout that is recommended for a run, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
+from pipeline.sizing.estimate import Estimate
+from pipeline.sizing.layouts import Choice, recomputation_rank
+
+_TOLERANCE = 0.03
+"""Steps whose times differ by less than this share count as equally fast: the estimate is not more
+precise."""
+
+
+def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
+    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason.
+
+    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least
+    recomputation, then the lowest ZeRO stage. None if none fits.
+    """
+    if not estimates:
+        return None, "no layout is possible; see the reasons given for each"
+    safe = [estimate for estimate in estimates if estimate.is_safe(cluster)]
+    if not safe:
+        return None, _nothing_fits(estimates, cluster)
+
+    fastest = min(estimate.step_s for estimate in safe)
+    # Not the single fastest: differences below the estimate's error would choose a more complicated
+    # layout at random.
+    equally_fast = [one for one in safe if one.step_s <= fastest * (1 + _TOLERANCE)]
+    best = min(equally_fast, key=_effort)
+    reasons = [
+        f"{needed_gib(best)} of {usable_gib(cluster)} usable GiB, {best.step_s:.2f} s a step",
+    ]
+    simpler = []
+    for other in estimates:
+        if _effort(other) < _effort(best) and not other.is_safe(cluster):
+            simpler.append(other)
+    if simpler:
+        nearest = _smallest(simpler)
+        reasons.append(f"{nearest.choice} would need {needed_gib(nearest)} GiB")
+    if best.choice.zero_stage < 3:
+        sharded = best.choice._replace(zero_stage=3)
+        for other in estimates:
+            if other.choice == sharded:
+                more_gb = (other.sent_bytes - best.sent_bytes) / 1e9
+                reasons.append(
+                    f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits"
+                )
+    return best.choice, "; ".join(reasons)
+
+
+def _nothing_fits(estimates: Sequence[Estimate], cluster: Cluster) -> str:
+    """Why no layout is recommended."""
+    least = _smallest(estimates)
+    reason = (
+        f"nothing fits: {least.choice} needs {needed_gib(least)} GiB "
+        f"of the usable {usable_gib(cluster)}"
+    )
+    if least.fits(cluster):
+        reason += f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"
+    return (
+        f"{reason}; take more GPUs, a smaller schedule.micro_batch_size, "
+        "or ds_configs/zero3_offload.json"
+    )
+
+
+def _smallest(estimates: Sequence[Estimate]) -> Estimate:
+    """The one that takes the least memory."""
+    return min(estimates, key=lambda estimate: estimate.memory.total)
+
+
+def _effort(estimate: Estimate) -> tuple[int, int, int]:
+    """How far a layout is from the simplest one."""
+    choice = estimate.choice
+    return choice.tp_size * choice.expert_size, recomputation_rank(choice), choice.zero_stage
+
+
+def needed_gib(estimate: Estimate) -> str:
+    return f"{estimate.memory.total / GIB:.1f}"
+
+
+def usable_gib(cluster: Cluster) -> str:
+    return f"{cluster.usable_bytes / GIB:.0f}"

@@ -177,7 +177,7 @@ class Separation:
                 stream, text, self._settings.model_copy(update={"features": features})
             ).gate
         except DataError as error:
-            if not text.fit.is_own.any():
+            if not text.fit.is_self_generated.any():
                 raise
             logger.warning("before layer %d: left out: %s", stream.layer, error)
             return None
@@ -261,7 +261,10 @@ def self_generated(options: argparse.Namespace, tokenizer: Tokenizer) -> Fitting
         samples = [packed[index] for index in range(len(packed))]
     half = len(samples) // 2
     return FittingText(
-        *(as_windows(part, is_new=False, is_own=True) for part in (samples[:half], samples[half:]))
+        *(
+            as_windows(part, is_new=False, is_self_generated=True)
+            for part in (samples[:half], samples[half:])
+        )
     )
 
 

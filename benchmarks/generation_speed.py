@@ -5,8 +5,9 @@
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's
 proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two
-streams, without a gate, with one that never opens and with one that opens at once; and four
-expansions by an eighth beside each other, none or one of which opens; without any width, what open
+streams, without a gate, with one that never opens and with one that opens at once, by its score
+(`gate open`: the prompt is computed a second time) or by an id of the prompt that is open by
+definition (`open by id`: once), as in new languages most prompts have one; and four expansions by an eighth beside each other, none or one of which opens; without any width, what open
 tokens have of their own: rows, gains and differences of rank 16; and a packed difference of all
 weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
 process, and the fastest turn of each counts, by the clock and by processor time: the second holds on
@@ -18,6 +19,7 @@ longer where the weights lie on other pages. A turn generates --new-tokens token
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +48,10 @@ from pipeline.hf.remote_code.scale_gate import ScaleGate
 
 SHARES = (8, 2)
 """An expansion is one such part of each width."""
-THRESHOLDS = {"gate shut": 1e30, "one open": 8.0, "gate open": -1e30}
+THRESHOLDS = {"gate shut": 1e30, "one open": 8.0, "gate open": -1e30, "open by id": -1e30}
 OPENING = 63
 """The token for which all gates' scores are far above the second of these thresholds, in one text
-of a batch."""
+of a batch; with the last one, all texts have it, and it is open by its id."""
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
 DIFFERENCES = {"difference": "once", "difference by layer": "by_layer"}
@@ -76,26 +78,70 @@ def models(
     dtype: torch.dtype,
     *,
     features: str = "token",
+    wanted: Sequence[str] = (),
 ) -> dict[str, PreTrainedModel]:
-    """The base and its exports by name, with random weights. Half as many key/value heads as
-    heads."""
-    sizes: dict[str, Any] = {
+    """The base and its exports by name, with random weights; `wanted`: these alone beside the base.
+    Half as many key/value heads as heads.
+    """
+    sizes = _sizes(layers, vocab_size)
+    base = LlamaForCausalLM(LlamaConfig(**sizes, **_widths(hidden_size)))
+    _set_weights(base, dtype)
+    base.model.embed_tokens.weight.data[OPENING, 0] = 1e3
+    made: dict[str, PreTrainedModel] = {"base": base}
+    for name, make in _makers(hidden_size, sizes, features).items():
+        states = wanted_states(name, wanted)
+        if not states:
+            continue
+        model = make()
+        _set_weights(model, dtype)
+        if isinstance(model, DifferenceForCausalLM):
+            model.base = base
+        if isinstance(model, ScaleForCausalLM):
+            _share_matrices(model, base)
+        if isinstance(model, CombinedForCausalLM):
+            model.share_base()
+        for state in states:
+            made[state] = model
+    return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
+
+
+def wanted_states(name: str, wanted: Sequence[str] = ()) -> list[str]:
+    """The rows of the table that the model `name` gives; `wanted`: of these alone."""
+    rows = [name]
+    if name.endswith("gate shut"):
+        rows = []
+        for state in THRESHOLDS:
+            # Where texts do not wait for the gate, or each is computed again anyway, both are one.
+            if state != "open by id" or name.startswith("1/"):
+                rows.append(name.replace("gate shut", state))
+    return [row for row in rows if not wanted or row in wanted]
+
+
+def _sizes(layers: int, vocab_size: int) -> dict[str, Any]:
+    """What all models have in common."""
+    return {
         "num_hidden_layers": layers,
         "vocab_size": vocab_size,
         "max_position_embeddings": CONTEXT,
-    }
-    sizes |= {
         "head_dim": HEAD_DIM,
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": False,
     }
 
-    def widths(hidden_size: int) -> dict[str, int]:
-        heads = hidden_size // HEAD_DIM
-        of_heads = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
-        return {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, **of_heads}
 
+def _widths(hidden_size: int) -> dict[str, int]:
+    heads = hidden_size // HEAD_DIM
+    of_heads = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    return {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, **of_heads}
+
+
+def _makers(
+    hidden_size: int, sizes: dict[str, Any], features: str
+) -> dict[str, Callable[[], PreTrainedModel]]:
+    """What makes each of the models beside the base."""
+    layers = sizes["num_hidden_layers"]
+    vocab_size = sizes["vocab_size"]
     frequencies = (10000.0 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).tolist()
     rotary = {
         "frequencies": frequencies,
@@ -103,10 +149,14 @@ def models(
         "attention_factor": 1.0,
         "long_frequencies": None,
     }
-    base = widths(hidden_size)
-    made: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**sizes, **base))}
+    base = _widths(hidden_size)
+    makers: dict[str, Callable[[], PreTrainedModel]] = {}
+
+    def add(name: str, kind: Any, config: Any) -> None:
+        makers[name] = lambda: kind(config)
+
     for share in SHARES:
-        wider = widths(hidden_size + hidden_size // share)
+        wider = _widths(hidden_size + hidden_size // share)
         scale: dict[str, Any] = {
             **sizes,
             **{
@@ -121,11 +171,11 @@ def models(
             "layer_rotary": [0] * layers,
             "gate_features": features,
         }
-        made[f"1/{share}, merged"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
-        made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
-        made[f"1/{share}, gate shut"] = ScaleForCausalLM(
-            ScaleConfig(**scale, gate_layer=layers // 2)
-        )
+        gated = scale | {"gate_layer": layers // 2}
+        add(f"1/{share}, merged", LlamaForCausalLM, LlamaConfig(**sizes, **wider))
+        add(f"1/{share}, scale", ScaleForCausalLM, ScaleConfig(**scale))
+        gated_by_id = ScaleConfig(**gated, gate_open_ids=True)
+        add(f"1/{share}, gate shut", ScaleForCausalLM, gated_by_id)
         if share == SHARES[0]:
             own = {
                 "own_first_layer": min(2, layers),
@@ -136,42 +186,45 @@ def models(
             # Widths of 0, as the base of several expansions has: nothing is added but `own`.
             without_width = base_entries(scale) | own
             without_width |= {"gate_layer": min(2, layers), "gate_features": features}
-            made[f"{OWN_WEIGHTS}, gate shut"] = ScaleForCausalLM(ScaleConfig(**without_width))
-            several = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
-            for index in range(SEVERAL):
-                several.expansions.append(
-                    ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
-                )
-                several.names.append(str(index))
-                several.new_tokens.append(range(vocab_size, vocab_size))
-                several.share_base()
-            several.set_active(several.names)
-            made[f"{SEVERAL} x 1/{share}, gate shut"] = several
-    made |= _differences(made["base"].config.to_dict(), layers, features)
-    for model in made.values():
-        model.to(dtype).eval().set_attn_implementation("sdpa")
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-    for gate in (
-        part for model in made.values() for part in model.modules() if isinstance(part, ScaleGate)
-    ):
-        gate.weight.data.zero_()[0] = 1
-        gate.std.data.fill_(1)
-    of_base = made["base"]
-    of_base.model.embed_tokens.weight.data[OPENING, 0] = 1e3
-    for model in made.values():
-        if isinstance(model, DifferenceForCausalLM):
-            model.base = of_base
-        if isinstance(model, ScaleForCausalLM):
-            _share_matrices(model, of_base)
-            model.embedding.base.weight.data[OPENING, 0] = 1e3
-    several.share_base()
-    made |= {
-        name.replace("gate shut", state): model
-        for name, model in made.items()
-        for state in THRESHOLDS
-    }
-    return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
+            add(f"{OWN_WEIGHTS}, gate shut", ScaleForCausalLM, ScaleConfig(**without_width))
+            makers[f"{SEVERAL} x 1/{share}, gate shut"] = partial(_several, gated)
+    # The entries of the base's config.json.
+    text_config = LlamaConfig(**sizes, **base).to_dict()
+    for name, unpacked in DIFFERENCES.items():
+        config = DifferenceConfig(
+            text_config=text_config,
+            bits=4,
+            own_rows=64,
+            unpacked=unpacked,
+            gate_layer=min(2, layers),
+            gate_features=features,
+        )
+        add(f"{name}, gate shut", DifferenceForCausalLM, config)
+    return makers
+
+
+def _several(scale: dict[str, Any]) -> CombinedForCausalLM:
+    """Several expansions beside each other; `scale`: the entries of the configuration of each."""
+    model = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
+    vocab_size = scale["vocab_size"]
+    for index in range(SEVERAL):
+        model.expansions.append(ScaleForCausalLM(ScaleConfig(**scale)))
+        model.names.append(str(index))
+        model.new_tokens.append(range(vocab_size, vocab_size))
+        model.share_base()
+    model.set_active(model.names)
+    return model
+
+
+def _set_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Random weights, and gates that read the first channel of the base's stream."""
+    model.to(dtype).eval().set_attn_implementation("sdpa")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for part in model.modules():
+        if isinstance(part, ScaleGate):
+            part.weight.data.zero_()[0] = 1
+            part.std.data.fill_(1)
 
 
 def _share_matrices(model: Any, base: Any) -> None:
@@ -179,23 +232,8 @@ def _share_matrices(model: Any, base: Any) -> None:
     for layer, same in zip(model.layers, base.model.layers, strict=True):
         for name, matrix in MATRICES.items():
             layer.get_submodule(name).base.weight = same.get_submodule(matrix).weight
+    model.embedding.base.weight = base.model.embed_tokens.weight
     model.output.base = base.lm_head.weight
-
-
-def _differences(base: dict[str, Any], layers: int, features: str) -> dict[str, PreTrainedModel]:
-    """Models with a packed difference by name; `base` are the entries of the base's config.json."""
-    made: dict[str, PreTrainedModel] = {}
-    for name, unpacked in DIFFERENCES.items():
-        config = DifferenceConfig(
-            text_config=base,
-            bits=4,
-            own_rows=64,
-            unpacked=unpacked,
-            gate_layer=min(2, layers),
-            gate_features=features,
-        )
-        made[f"{name}, gate shut"] = DifferenceForCausalLM(config)
-    return made
 
 
 @torch.no_grad()
@@ -209,9 +247,13 @@ def turn(
             part for part in model.modules() if isinstance(part, ScaleGate)
         ):
             gate.threshold = threshold if index == 0 else THRESHOLDS["gate shut"]
+            if gate.is_open_id is not None:
+                gate.is_open_id[OPENING] = name.endswith("open by id")
     prompt = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1)
     if name.endswith("one open"):
         prompt[0, -1] = OPENING
+    if name.endswith("open by id"):
+        prompt[:, -1] = OPENING
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     watch = Stopwatch()
     found = model.generate(
@@ -285,14 +327,20 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.set_default_dtype(dtype)
     sizes = (options.hidden_size, options.layers, options.vocab_size)
-    made = models(*sizes, dtype, features=options.gate_features)
+    wanted = ["base"]
+    common = _sizes(options.layers, options.vocab_size)
+    for name in _makers(options.hidden_size, common, options.gate_features):
+        wanted += wanted_states(name)
     if options.batch == 1:
-        made = {name: model for name, model in made.items() if not name.endswith("one open")}
+        wanted = [name for name in wanted if not name.endswith("one open")]
     if options.model:
-        unknown = sorted(set(options.model) - made.keys())
+        unknown = sorted(set(options.model) - set(wanted))
         if unknown:
-            parser.error(f"--model: expected some of {', '.join(made)}; found {', '.join(unknown)}")
-        made = {name: model for name, model in made.items() if name in ("base", *options.model)}
+            parser.error(
+                f"--model: expected some of {', '.join(wanted)}; found {', '.join(unknown)}"
+            )
+        wanted = options.model
+    made = models(*sizes, dtype, features=options.gate_features, wanted=wanted)
     rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens, options.batch)
     print_rows(rows)
     write_rows(options, rows)

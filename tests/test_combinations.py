@@ -61,12 +61,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "widened base": {},
     "mixture of experts": {},
 }
-FEATURES = {**{name: {"method": method} for name, method in METHODS.items()}, **SETTINGS}
+EXPERTS_OVER_RANKS = "experts over ranks"
+"""With a mixture alone, and so in a table of its own."""
+FEATURES = {
+    **{name: {"method": method} for name, method in METHODS.items()},
+    **SETTINGS,
+    EXPERTS_OVER_RANKS: {"parallel__expert_size": 2},
+}
 GROUPS = {
     "methods": list(METHODS),
     "SCALE": [name for name, method in METHODS.items() if method["name"] == "scale"],
     "layouts": ["ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor parallel", "sequence parallel"],
-    "all": list(FEATURES),
+    "all": [*METHODS, *SETTINGS],
 }
 IN_JOURNEYS: dict[str, tuple[str, Any]] = {
     **{name: ("method", name) for name in METHODS},
@@ -113,6 +119,13 @@ def cells(*headings: str) -> dict[tuple[str, str], str]:
 REASONS = {number: pattern for number, pattern, _ in table("Reasons")[1]}
 PAIRS = cells("A method with a setting", "Two settings")
 EXPORTS = cells("Exports")
+NOT_TRIED = "?"
+SHARED_EXPERTS = [
+    (name, cell, test)
+    for names, cell, test in table("Experts over ranks")[1]
+    for name in names.split(", ")
+]
+"""What experts over ranks go with: its name, its cell, and the test, if there is one."""
 
 
 def is_in(journey: Journey, name: str) -> bool:
@@ -131,8 +144,8 @@ def check(cell: str, message: str | None, what: object) -> None:
         assert REASONS[cell] in message, f"{what}: reason {cell} is not that {message}"
 
 
-def fault(pair: tuple[str, str], folder: Path) -> str | None:
-    """How a run with both features is refused before it reads a file, if it is."""
+def fault(pair: tuple[str, ...], folder: Path, ranks: int = 2) -> str | None:
+    """How a run with all these features is refused before it reads a file, if it is."""
     changes: dict[str, Any] = {}
     for name in sorted(pair, key=list(FEATURES).index):
         changes |= deepcopy(FEATURES[name])
@@ -147,7 +160,7 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
     (folder / "config.json").write_text(json.dumps(architecture))
     try:
         config = load_config(path)
-        assert RunInputs(config, 2).deepspeed_config
+        assert RunInputs(config, ranks).deepspeed_config
         spec = read_spec(folder / "config.json") if architecture else STORIES_SPEC
         check_fits(config, replace(spec, new_tokens=5 * ("vocabulary" in pair)))
     except UserError as error:
@@ -160,21 +173,42 @@ def test_every_pair_is_in_the_tables():
         frozenset((a, b)) for a in SETTINGS for b in SETTINGS if a != b
     }
     assert {frozenset(pair) for pair in PAIRS} == missing
-    assert {*PAIRS.values(), *EXPORTS.values()} == {WORKS, "–", *REASONS}
+    of_experts = {cell for _, cell, _ in SHARED_EXPERTS}
+    assert {*PAIRS.values(), *EXPORTS.values(), *of_experts} == {WORKS, "–", NOT_TRIED, *REASONS}
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [*METHODS, *SETTINGS])
 def test_runs_are_refused_where_the_tables_say_so_and_nowhere_else(feature, tmp_path):
     for pair, cell in PAIRS.items():
         if pair[0] == feature and cell != "–":  # two values of one setting
             check(cell, fault(pair, tmp_path), pair)
 
 
+@pytest.mark.full
+def test_experts_over_ranks_go_with_what_their_table_says(tmp_path):
+    named = {name for name, _, _ in SHARED_EXPERTS}
+    assert named == {*METHODS, *SETTINGS, "a dense base"} - {"mixture of experts"}
+    for name, cell, test in SHARED_EXPERTS:
+        features = [EXPERTS_OVER_RANKS]
+        if name != "a dense base":
+            features += ["mixture of experts", name]
+        found = fault(tuple(features), tmp_path, ranks=4)
+        check(WORKS if cell == NOT_TRIED else cell, found, name)
+        assert test or cell != WORKS, f"no test is named for {name}"
+        if test:
+            check_exists(test)
+
+
+def check_exists(test: str) -> None:
+    """Checks that a test of the tables is there."""
+    file, _, name = test.partition("::")
+    assert re.search(rf"(?m)^def {name}\(", (ROOT / file).read_text(encoding="utf-8")), test
+
+
 def test_a_test_shows_every_pair_that_works():
     shown: set[frozenset[str]] = set()
     for first, second, test in table("What shows it")[1]:
-        file, _, name = test.partition("::")
-        assert re.search(rf"(?m)^def {name}\(", (ROOT / file).read_text(encoding="utf-8")), test
+        check_exists(test)
         sides = (
             [each for name in side.split(", ") for each in GROUPS.get(name, [name])]
             for side in (first, second)

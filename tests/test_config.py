@@ -81,8 +81,11 @@ def test_weights_of_open_tokens_own_that_do_not_fit_are_a_fault(method, changes,
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"gate": {"layer": 0}}, "gate.layer: with method fft at least 1, .*, found 0"),
-        ({"vocabulary": {"folder": "words"}}, "gate: not with method fft beside an extended voc"),
+        ({"gate": {"layer": 0}}, "gate.layer: expected at least 1 with method fft, found 0"),
+        (
+            {"vocabulary": {"folder": "words"}},
+            "gate: method fft has none with an extended vocabulary",
+        ),
         ({"gate": {"negatives": ["korean"]}}, "gate.negatives: korean is no corpus of role"),
     ],
 )

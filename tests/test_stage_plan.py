@@ -40,7 +40,7 @@ def changed(number: int, **settings: Any) -> list[dict[str, Any]]:
         (changed(1, passage_steps=1), "stages.all.passage_steps: .* has the same weights"),
         (
             changed(1, passage_steps=5, replay_fraction=0.5),
-            "stages.all.passage_steps: 5 steps, but the stage has 4",
+            "stages.all.passage_steps: found 5, expected at most the stage's 4 steps",
         ),
         (changed(1, trains=[1]), None),
         (changed(1, learning_rate=0), "stages.1.learning_rate: Input should be greater than 0"),

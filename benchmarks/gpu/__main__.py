@@ -7,8 +7,8 @@ fast it is.
     python -m benchmarks.gpu --cpu
 
 Each part runs in a process of its own, which ends at its time limit. Results are printed, and
-written after every part as JSON. --cpu tries all parts with tiny shapes. Exits with 1 if a
-check failed.
+written after every part as JSON. --cpu tries all parts with tiny shapes. The parts of `quick`
+share one time limit on a GPU. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -54,7 +55,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 """The module and function of each part, and what the function gets beside the setting; docs/gpu.md
 describes them."""
 QUICK = ("parity", "exports", "memory", "fp8")
-"""The parts of `--only quick`: a verdict in three minutes."""
+"""The parts of `--only quick`, from what matters most."""
+_QUICK_S = 180.0
+"""What they may take together on a GPU: a verdict in three minutes."""
+_LEAST_S = 5.0
+"""With less time left no part begins: Python's imports take as long."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
 _OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
@@ -172,9 +177,12 @@ def main() -> int:
     # An exception, so that the part's processes end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parts = arguments.only or list(PARTS)
+    total_seconds = math.inf
     if parts == ["quick"]:
         parts = list(QUICK)
-    failed = run_parts(parts, setting)
+        if setting.on_gpu:
+            total_seconds = _QUICK_S
+    failed = run_parts(parts, setting, total_seconds)
     return 1 if failed else 0
 
 
@@ -185,18 +193,26 @@ def write_part(part: str, setting: Setting) -> None:
             file.write(json.dumps(row._asdict()) + "\n")
 
 
-def run_parts(parts: Sequence[str], setting: Setting) -> int:
+def run_parts(parts: Sequence[str], setting: Setting, total_seconds: float = math.inf) -> int:
     """Runs parts in processes of their own, and writes results.json after each.
 
-    Returns the number of failed checks.
+    After `total_seconds` the part that runs is ended, and no other begins. Returns the number of
+    failed checks.
     """
     output = setting.folder / "results.json"
     about = about_machine(setting)
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
+    deadline = time.monotonic() + total_seconds
     for part in parts:
         started = time.monotonic()
-        for row in run_part(part, setting, setting.seconds):
+        limit = min(setting.seconds, deadline - started)
+        if limit < _LEAST_S:
+            found = f"no time left: make gpu ONLY={part} gives it {setting.seconds:.0f} s"
+            found_rows = [CheckRow("begins in time", False, found)]
+        else:
+            found_rows = run_part(part, setting, limit)
+        for row in found_rows:
             print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
             rows.append({"part": part, **row._asdict()})
         seconds[part] = round(time.monotonic() - started, 1)

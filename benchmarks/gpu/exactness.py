@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
 from benchmarks.gpu_step import Peak, our_model, set_randomly
 from benchmarks.results import BASES, STORIES
-from pipeline.config.base import BasePrecision
+from pipeline.config.base import BasePrecision, Fp8Scaling, GradientPrecision
 from pipeline.config.method import FullFineTuning, Lora
 from pipeline.methods import quantize_base
 from pipeline.model.attention import (
@@ -28,8 +28,6 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.quantized import (
-    Fp8Scaling,
-    GradientPrecision,
     Quantization,
     computes_in_fp8,
     frozen_product,

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import CheckRow, Setting
+from pipeline.config.base import Fp8Scaling
 from pipeline.parallel.quantized import (
     FP8,
-    Fp8Scaling,
     Quantization,
     computes_in_fp8,
     input_gradient_in_fp8,
+    product_by_token,
     product_in_fp8,
 )
 
@@ -108,9 +109,9 @@ def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
 def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute G W with G: [tokens, rows]."""
     quantization, stored = _stored(weight, "tensor")
-    codes, scale = _dynamic_codes(weight)
     # The second operand of a product in fp8 has its columns one after another.
-    transposed = codes.t().contiguous().t()
+    transposed = quantization.codes(stored).view(FP8).t().contiguous().t()
+    scale = quantization.scales(stored)
 
     def decoded() -> Tensor:
         return gradient @ quantization.decode(stored, torch.bfloat16)
@@ -119,14 +120,9 @@ def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tenso
         return input_gradient_in_fp8(gradient, stored, quantization)
 
     def second_copy() -> Tensor:
-        own_codes, own_scale = _dynamic_codes(gradient)
-        return torch._scaled_mm(
-            own_codes,
-            transposed,
-            own_scale,
-            scale,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
+        """The product of `in_fp8` without its transposing: beside it, what that costs."""
+        return product_by_token(
+            gradient, torch.float8_e5m2, transposed, scale, use_fast_accum=False
         )
 
     return {

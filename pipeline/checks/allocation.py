@@ -95,14 +95,20 @@ _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 
 
 def check_tensor_parallel_all_reduce(allocation: Allocation) -> Finding:
-    """Sums over each tensor-parallel group are right, and as fast as preflight.min_gb_per_s."""
+    """Sums over each tensor-parallel group are right, and as fast as preflight.min_gb_per_s.
+
+    Every rank calls it. All groups send at the same time, as in training.
+    """
     group = allocation.groups.get_model_parallel_group()
     groups = allocation.groups.layout.tp_groups()
     return _check_all_reduce(allocation, "tensor-parallel", group, groups)
 
 
 def check_data_parallel_all_reduce(allocation: Allocation) -> Finding:
-    """Sums over each data-parallel group are right, and as fast as preflight.min_gb_per_s."""
+    """Sums over each data-parallel group are right, and as fast as preflight.min_gb_per_s.
+
+    Every rank calls it. All groups send at the same time, as in training.
+    """
     group = allocation.groups.get_data_parallel_group()
     groups = allocation.groups.layout.dp_groups()
     return _check_all_reduce(allocation, "data-parallel", group, groups)
@@ -161,7 +167,7 @@ def check_memory(allocation: Allocation) -> Finding:
     def available() -> AvailableMemory:
         free, total = 0, 0
         if on_gpu:
-            # The driver's figures count other processes too, which torch's own do not.
+            # The driver's figures include the memory of other processes; torch's own do not.
             free, total = torch.cuda.mem_get_info(allocation.device)
         # All ranks of a node share its memory, and measure it at the same time.
         host = int(host_memory() * USABLE_FRACTION) // allocation.ranks_on_node
@@ -257,7 +263,10 @@ def check_disk(allocation: Allocation) -> Finding:
     folder = allocation.inputs.config.checkpoint_folder
     nodes = allocation.nodes
     probe = folder / f".preflight.{uuid.uuid4().hex}"
-    refusals = all_gathered(_write_probe(probe) if allocation.is_first_on_node else None)
+    refusal_here: str | None = None
+    if allocation.is_first_on_node:
+        refusal_here = _write_probe(probe)
+    refusals = all_gathered(refusal_here)
     probes = all_gathered(probe.name)
     writers: dict[str, str] = {}
     for rank in allocation.first_ranks:
@@ -265,10 +274,13 @@ def check_disk(allocation: Allocation) -> Finding:
             writers[probes[rank]] = nodes[rank]
 
     def unseen_here() -> list[str]:
-        return _unseen(folder, list(writers)) if allocation.is_first_on_node else []
+        if not allocation.is_first_on_node:
+            return []
+        return _unseen(folder, list(writers))
 
     unseen = all_gathered(run_on_all_ranks(unseen_here))
-    with contextlib.suppress(OSError):  # It was not written.
+    # Most ranks, and nodes that cannot write, have no file to remove.
+    with contextlib.suppress(OSError):
         probe.unlink()
 
     def measure() -> tuple[int, int, int]:
@@ -304,7 +316,7 @@ def check_disk(allocation: Allocation) -> Finding:
 
 
 def _write_probe(probe: Path) -> str | None:
-    """Writes a small file; returns why that fails, if it does."""
+    """Writes a small file. Returns the reason if that fails, and None if it does not."""
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         write_text(probe, "preflight\n")
@@ -325,9 +337,9 @@ def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
 
 # --- The same files on all nodes: base, tokenizer, initial expansion, corpora ---------------------
 # Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes
-# blocks spread evenly over every file, including its header and its end. That detects another
-# model, another version, and a file that was cut short or half copied; it does not detect a flipped
-# byte between the blocks. Training hashes every byte later, of one node's files.
+# blocks spread evenly over every file, with its header and its end. That finds another model,
+# another version, and a file that was cut short or copied in part. It does not find a flipped byte
+# between the blocks: training hashes every byte later, on one node.
 
 BLOCKS = 512
 """The number of hashed blocks over all weight files; each file has at least two."""
@@ -337,7 +349,9 @@ def check_same_files(allocation: Allocation) -> Finding:
     """The files that every node reads have the same hashes on all nodes as on the first."""
 
     def hashes_here() -> dict[str, str]:
-        return _hashes(allocation.inputs) if allocation.is_first_on_node else {}
+        if not allocation.is_first_on_node:
+            return {}
+        return _hashes(allocation.inputs)
 
     nodes = allocation.nodes
     hashes = all_gathered(run_on_all_ranks(hashes_here))

@@ -1,4 +1,4 @@
-"""Who makes which checks: tokenization and training before they begin, the dry run, the preflight.
+"""Which checks are made by tokenization, by training, by the dry run, and by the preflight.
 
 A stage raises the first fault. A dry run makes every check that needs no ranks, and lists all
 faults. The preflight makes the checks that need the ranks of the allocation, and raises all faults
@@ -75,7 +75,7 @@ _BASE_CHECKS: tuple[InputCheck, ...] = (
     check_tokenizer,
 )
 
-# Tokenization takes hours: before it, whatever training would refuse later and is known already.
+# Tokenization takes hours. So it begins with all checks of training that can be made before it.
 TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
@@ -91,7 +91,7 @@ TRAIN_CHECKS: tuple[InputCheck, ...] = (
     check_start,
 )
 
-# What both stages check, as far as it can be known before a stage has run.
+# The checks of both stages, as far as they can be made before any stage has run.
 DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
@@ -120,7 +120,8 @@ PREFLIGHT_CHECKS: tuple[RankCheck, ...] = (
 def begin(config: RunConfig, world_size: int, stage: Literal["tokenize", "train"]) -> RunInputs:
     """Makes the checks of a stage before it begins.
 
-    Before training, what it reads is then open: no other rank reads it again.
+    The inputs that the checks of training opened stay open, and are broadcast: other ranks do not
+    read them again.
 
     Raises:
         UserError: the first fault that a check finds.
@@ -188,5 +189,5 @@ def refuse_faults(findings: list[Finding]) -> None:
     if broken_nodes:
         option = f"--exclude={','.join(sorted(broken_nodes))}"
         message += f"; to exclude the broken nodes from the job: {option}"
-    # Another attempt is worth it only if it may meet none of the faults.
+    # The exit code of a transient fault requeues the job, which helps only if all faults may pass.
     raise PreflightError(message, TRANSIENT_FAULT if all_passing else None)

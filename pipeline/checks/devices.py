@@ -1,7 +1,8 @@
 """Processors and links before the first step: exact matrix products and sums, and their speed.
 
-The functions `measure_...` measure this rank. The functions `judge_...` are pure, of what all ranks
-measured; their `nodes` holds the Slurm name of every rank's node, by rank.
+The functions `measure_...` measure this rank. The functions `judge_...` are pure: they judge the
+measurements of all ranks. Their argument `nodes` holds the Slurm name of every rank's node, by
+rank.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Fault(NamedTuple):
 
     text: str
     node: str | None = None
-    """The node to exclude from the job, if that would repair it."""
+    """The node that is broken, to be excluded from the job; None: not a single node."""
     passing: bool = False
-    """Whether another attempt may not meet it."""
+    """Whether another attempt may succeed."""
 
 
 class Finding(NamedTuple):
@@ -41,10 +42,10 @@ def _now(device: torch.device) -> float:
 
 
 # --- Matrix products: correct on every rank, and about equally fast -------------------------------
-# The matrix is Sylvester's: H of +1 and -1, with H H = n I. Its rows and columns are scaled by
-# small integers and by 1/n. So the result is known in advance, and bf16 and fp16 represent every
-# partial sum over an aligned run of products: the result must be exact in any dtype, however a
-# kernel splits the sum.
+# H is Sylvester's Hadamard matrix of +1 and -1, with H H = n I. With D a diagonal of small
+# integers, (D H) (H D / n) is D², which is known in advance. bf16 and fp16 represent every partial
+# sum over an aligned run of products. So the result must be exact in any dtype, however a kernel
+# splits the sum.
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
@@ -78,7 +79,8 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
             seconds.append(_now(device) - started)
             differing = max(differing, int((product != expected).sum()))
         if device.type == "cuda":
-            # What torch's cache kept would look like another process's memory.
+            # `check_memory` measures free memory later: torch's cache would look like another
+            # process.
             del left, right, hadamard, product, expected
             torch.cuda.empty_cache()
     except RuntimeError as error:  # CUDA errors are RuntimeErrors.
@@ -111,7 +113,8 @@ def judge_products(
     by_slowness = sorted(range(len(products)), key=slowness.__getitem__)
     slowest_of_node: dict[str, int] = {}
     for rank in by_slowness:
-        slowest_of_node[nodes[rank]] = rank  # The last one stays, which is the slowest.
+        # The last rank of each node stays, which is its slowest one.
+        slowest_of_node[nodes[rank]] = rank
     for node, rank in slowest_of_node.items():
         if slow_factor is not None and slowness[rank] > slow_factor:
             text = (
@@ -130,14 +133,14 @@ def judge_products(
 
 
 def _slowness(products: Sequence[Product], rank: int) -> float:
-    """A rank's time, in times the median of the other ranks whose product is right."""
+    """A rank's time, as a multiple of the median over the other ranks with right products."""
     others: list[float] = []
     for other, product in enumerate(products):
         if other != rank and product.wrong is None:
             others.append(product.seconds)
     if not others or products[rank].wrong is not None:
         return 1.0
-    # By the median, which a second slow rank does not move.
+    # The median, unlike the mean, hardly changes with a second slow rank.
     return products[rank].seconds / statistics.median(others)
 
 
@@ -155,7 +158,7 @@ class Link(NamedTuple):
     wrong: str | None
     """What is wrong with the sum, if anything is."""
     gb_per_s: float
-    """What each rank of a ring sends, in GB/s."""
+    """The rate at which each rank of a ring sends, in GB/s."""
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -207,18 +210,27 @@ def judge_all_reduce(
     """
 
     def speed_of(group: Sequence[int]) -> float:
+        # All ranks of a ring wait for the slowest.
         return min(links[rank].gb_per_s for rank in group)
 
     def nodes_of(group: Sequence[int]) -> list[str]:
-        return list(dict.fromkeys(nodes[rank] for rank in group))
+        names: dict[str, None] = {}
+        for rank in group:
+            names[nodes[rank]] = None
+        return list(names)
 
     faults: list[Fault] = []
     for group in groups:
         where = f"the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
-        wrong = [rank for rank in group if links[rank].wrong is not None]
+        wrong: list[str] = []
+        first_wrong = ""
+        for rank in group:
+            fault = links[rank].wrong
+            if fault is not None:
+                first_wrong = first_wrong or fault
+                wrong.append(f"{rank} ({nodes[rank]})")
         if wrong:
-            ranks = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
-            found = f"{links[wrong[0]].wrong} on rank(s) {ranks}"
+            found = f"{first_wrong} on rank(s) {_join(wrong)}"
             advice = "exclude the nodes of the group one after the other"
         elif speed_of(group) < min_gb_per_s:
             limit = f"expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
@@ -241,6 +253,8 @@ def judge_all_reduce(
 
 
 def _join(items: Sequence[object], most: int = 8) -> str:
-    """The first few of `items`."""
-    shown = ", ".join(str(item) for item in items[:most])
-    return shown if len(items) <= most else f"{shown}, … ({len(items)})"
+    """The items in a list, or the first `most` of them and their number."""
+    shown = ", ".join(map(str, items[:most]))
+    if len(items) <= most:
+        return shown
+    return f"{shown}, … ({len(items)})"

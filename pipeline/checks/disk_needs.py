@@ -30,7 +30,7 @@ _EXPANSION_BYTES = 4
 
 
 def checkpoint_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[Row]:
-    """Number and size of the checkpoints. A fault is added where the disk lacks their space."""
+    """Number and size of the checkpoints. A fault is added if the disk has too little space."""
     config = estimator.config
     folder = config.checkpoint_folder
     needed = _more_checkpoint_bytes(estimator)
@@ -47,10 +47,10 @@ def checkpoint_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[R
 
 
 def disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[Row]:
-    """About what all stages will write more, by kind, with what is free.
+    """About how much all stages will yet write, by kind, and the free space.
 
-    Each folder counts for the file system that it is on. A size that is not known is said to be so.
-    A fault is added where a file system lacks the space.
+    The folder of the run and the folder of the data may be on two file systems, which are compared
+    apart. A fault is added if one of them has too little space.
     """
     config = estimator.config
     parameters = estimator.parameters
@@ -81,7 +81,7 @@ def disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[R
     for place, needed in needed_on.items():
         free = free_bytes(place)
         yield "disk space", f"{place}: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
-        # Where the checkpoints alone do not fit, their own fault says so.
+        # If the checkpoints alone do not fit, `checkpoint_rows` has added a fault.
         if needed > free > checkpoints:
             faults.append(
                 PreflightError(
@@ -93,14 +93,14 @@ def disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[R
 
 
 def _more_checkpoint_bytes(estimator: Estimator) -> int:
-    """What the checkpoints that exist at once will take beyond what their folder holds."""
+    """The bytes that the checkpoints need beyond those that their folder holds already."""
     config = estimator.config
     needed = checkpoints_bytes(config, estimator.parameters)
     return max(0, needed - held_bytes(config.checkpoint_folder))
 
 
 def _more_token_bytes(config: RunConfig) -> int | None:
-    """About what the corpora to make will take; None where an input cannot be read here."""
+    """About the bytes of corpora that are not made yet; None if an input is not on this machine."""
     data = config.data
     needed = 0
     try:

@@ -39,7 +39,7 @@ from pipeline.sizing.report import layout_values
 
 
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> RunPlan:
-    """The plan of a run. It lacks what cannot be known because of a fault.
+    """The plan of a run. A fault may hide parts of it, which are then missing.
 
     Args:
         config: The run.
@@ -108,13 +108,13 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
 
 
 def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
-    """The figures that the configuration alone gives, and places for the others."""
+    """The figures that follow from the configuration; others are None until they are known."""
     stages = training_stages(config)
     steps = config.schedule.steps
-    of_stages: list[dict[str, Any]] = []
+    stage_figures: list[dict[str, Any]] = []
     if config.stages:
         for stage in stages:
-            of_stages.append(
+            stage_figures.append(
                 {
                     "name": stage.name,
                     "steps": stage.steps,
@@ -130,7 +130,7 @@ def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
         "steps": steps,
         "tokens_per_step": stages[0].tokens_per_step,
         "tokens": tokens_after(stages, steps),
-        "training_stages": of_stages,
+        "training_stages": stage_figures,
         "stages": list(job_stages(config)),
         "parameters": None,
         "layout": None,
@@ -140,9 +140,7 @@ def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
 
 
 def _launch_rows(cluster: Cluster) -> Iterator[Row]:
-    """How the ranks of a plan for one machine are started: not by the plain command, which trains
-    as one rank.
-    """
+    """How to start several ranks on one machine: `scale-cpt train` alone starts one rank."""
     if cluster.nodes == 1 and cluster.gpus > 1:
         yield (
             "launch",
@@ -152,17 +150,27 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
 
 
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
-    """Which modules of a hosted base have weights of open tokens' own."""
+    """The modules of a hosted base that have weights which only open tokens read; of a native
+    mixture, those that have no low-rank differences.
+    """
     method = config.method
-    if not isinstance(spec, HostedSpec) or not isinstance(method, (ScaleMethod, Lora)):
+    if spec is None or not isinstance(method, (ScaleMethod, Lora)):
         return
-    plan = plan_expansion(method, spec.widths, spec.num_layers)
-    if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
-        yield "own weights", spec.describe_own(plan.own)
+    if isinstance(spec, HostedSpec):
+        plan = plan_expansion(method, spec.widths, spec.num_layers)
+        if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
+            yield "own weights", spec.describe_own(plan.own)
+        return
+    has_low_rank = isinstance(method, Lora) or method.low_rank is not None
+    if has_low_rank and spec.mixture is not None:
+        yield (
+            "own weights",
+            "low-rank differences of all linear maps but the experts', which stay the base's",
+        )
 
 
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
-    """What was found of a hosted base, and what its loading takes."""
+    """The structure of a hosted base, and the memory that its loading takes."""
     yield "base", spec.describe()
     precision = estimator.config.base_precision
     if precision != "bf16":
@@ -171,13 +179,14 @@ def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
             f"{quantized_share(spec):.0%} of its parameters are stored in {precision}: the linear "
             "maps that take every token; embedding, norms, output map and experts stay",
         )
-    whole = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
+    rank_bytes = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
     cluster = estimator.cluster
-    of_node = min(cluster.gpus, cluster.gpus_per_node) * whole
+    ranks_on_node = min(cluster.gpus, cluster.gpus_per_node)
+    node_bytes = ranks_on_node * rank_bytes
     yield (
         "base",
-        f"each rank loads it whole when the run starts: {whole / GIB:.3g} GiB, "
-        f"{of_node / GIB:.3g} GiB of a node's memory",
+        f"each rank loads it whole when the run starts: {rank_bytes / GIB:.3g} GiB, "
+        f"{node_bytes / GIB:.3g} GiB of a node's memory",
     )
 
 
@@ -185,7 +194,9 @@ def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) 
     """The memory of a rank. A fault is added where it does not fit."""
     needed = estimate.memory.total / GIB
     usable = cluster.usable_bytes / GIB
-    kinds = [f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items()]
+    kinds: list[str] = []
+    for kind, count in asdict(estimate.memory).items():
+        kinds.append(f"{kind} {count / GIB:.2f}")
     yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {', '.join(kinds)}"
     if estimate.fits(cluster) and not estimate.is_safe(cluster):
         error = f"the estimate may be wrong by {MEMORY_ERROR:.0%}"
@@ -202,7 +213,7 @@ def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) 
 
 
 def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
-    """What each stage of training does, a row a stage."""
+    """Steps, rates, trained parameters and data of each stage of training, a row for each."""
     spec = inputs.get_or_none("fitting_spec")
     for stage, settings in zip(inputs.stages, inputs.config.stages, strict=True):
         schedule = stage.config.schedule
@@ -216,7 +227,9 @@ def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
         parts.append(f"trains {trains}")
         text = f"{stage.number + 1} {stage.name}: {'; '.join(parts)}"
         weights, fractions = proportions(stage.config.data)
-        read = [f"{name} {weight:g}" for name, weight in weights.items()]
+        read: list[str] = []
+        for name, weight in weights.items():
+            read.append(f"{name} {weight:g}")
         for role, fraction in fractions.items():
             read.append(f"{role} {fraction:.1%} of the samples")
         text += f"; weights {', '.join(read)}"
@@ -226,7 +239,7 @@ def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
 
 
 def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
-    """How many elements train in a run, or in a stage of one."""
+    """The number of elements that train in a run, or in a stage of one."""
     with torch.device("meta"):
         model = build_model(config, spec, SINGLE)
     return sum(parameter.numel() for _, parameter in named_trained_parameters(model))
@@ -242,11 +255,11 @@ def _step_rows(
     stage = stages[0] if estimator is None else estimator.stage
     text = f"{stage.tokens_per_step:,} tokens a step"
     layout = inputs.get_or_none("layout")
-    # Where the batch does not divide among the ranks, an error says so.
+    # None if the batch does not divide among the ranks, which is among the faults.
     if layout is not None:
         number = accumulation_steps(stage.config.schedule, layout.dp_size)
-        micro_batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-        text += f", {micro_batches} a rank"
+        plural = "" if number == 1 else "es"
+        text += f", {number} micro-batch{plural} a rank"
     if stage.name:
         text += f", in stage {stage.name}"
     yield "batch", text

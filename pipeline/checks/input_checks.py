@@ -1,8 +1,8 @@
 """The checks of a run's configuration and files. They need no ranks and no GPU.
 
-A check is a function of the run's inputs. It raises a UserError, or returns several where it looks
-at several things. Many have only to read a property of `RunInputs`, which opens and checks what the
-configuration names. `pipeline.checks.checklist` says who makes which check.
+A check is a function of the run's inputs. It raises a UserError, or returns a list of them if it
+looks at several things. Many checks only read a property of `RunInputs`, which opens and checks a
+file that the configuration names. `pipeline.checks.checklist` lists who makes which check.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_profile(inputs: RunInputs) -> None:
     world_size = inputs.layout.world_size
     if max(profile.ranks) >= world_size:
         raise ConfigError(
-            f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, "
-            "name those that exist"
+            f"profile.ranks: found rank {max(profile.ranks)}, expected ranks from 0 to "
+            f"{world_size - 1}"
         )
 
 
@@ -181,7 +181,7 @@ def check_samples(inputs: RunInputs) -> None:
 
 
 def check_samples_or_folder(inputs: RunInputs) -> None:
-    """As `check_samples` where the corpora are made; before that, that their folder can be made."""
+    """The token corpora, if they are made; if not, that their folder can be written to."""
     config = inputs.config
     if is_tokenized(config.data):
         check_samples(inputs)
@@ -201,7 +201,8 @@ def check_initial_expansion(inputs: RunInputs) -> None:
     """An expansion that exists is the one that the configuration describes, on this base."""
     if starts_from_expansion(inputs.config.method):
         check_named_expansion(inputs.config.init_expansion)
-    made_expansion(inputs.config, inputs.base)  # It hashes the base.
+    # It compares the hashes of the base's files, which takes a while for a large base.
+    made_expansion(inputs.config, inputs.base)
 
 
 def check_start(inputs: RunInputs) -> None:

@@ -1,4 +1,7 @@
-"""What a run's configuration names: opened before ranks allocate memory, without collectives."""
+"""The files that a run's configuration names, opened before ranks allocate memory.
+
+Nothing here calls a collective: dry runs and stages of one process use it, too.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +81,9 @@ class Samples(NamedTuple):
 
 
 class RunInputs:
-    """What a run reads. Each property is opened when it is first read, and raises a UserError then.
+    """The inputs of a run. A property is opened when it is first read, and may raise a UserError.
 
-    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer and
+    Rank 0 opens the inputs and broadcasts them to the other ranks, except the tokenizer and
     lm-eval's tasks.
 
     Args:
@@ -97,10 +100,10 @@ class RunInputs:
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, and so broadcast: everything that is open but the tokenizer."""
         state = dict(self.__dict__)
-        # Objects of Rust and C++ libraries, which cannot all be pickled; the other ranks need the
-        # fingerprint alone.
+        # It has objects of Rust and C++ libraries, some of which cannot be pickled. The other ranks
+        # need its fingerprint only.
         state.pop("tokenizer", None)
-        # lm-eval runs on rank 0 alone.
+        # lm-eval runs on rank 0 only.
         state.pop("tasks", None)
         return state
 
@@ -145,7 +148,7 @@ class RunInputs:
 
     @cached_property
     def fitting_spec(self) -> DecoderSpec:
-        """The base's architecture, once the run's model has been built on it."""
+        """The base's architecture, after a check that the run's model can be built on it."""
         check_fits(self.config, self.spec)
         deepspeed = self.get_or_none("deepspeed_config")
         if deepspeed is not None:
@@ -243,15 +246,22 @@ class RunInputs:
     def _check_continues(
         self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
     ) -> None:
-        """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
-        # Names and shapes alone: rank 0 may have less memory than the model takes.
+        """Checks that this run wrote the checkpoint.
+
+        Raises:
+            CheckpointError: the run differs from the one that wrote it.
+        """
+        # Only names and shapes are compared. On the meta device they take no memory, of which rank
+        # 0 may have less than the model needs.
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)
-        contents = None
+        contents: dict[str, str] | None = None
+        samples: Samples | None = None
         if not finished:
-            # A finished run needs its corpora no more.
+            # A finished run no longer needs its corpora, which may be gone.
             samples = self.get_or_none("samples")
-            contents = None if samples is None else samples.contents
+        if samples is not None:
+            contents = samples.contents
         run = describe_run(self.config, self.base, model, self.tokenizer_fingerprint, contents)
         compared = SAME_MODEL if finished else SAME_OVER_A_RUN
         check_same_run(manifest, checkpoint, run, compared)
@@ -300,8 +310,13 @@ def check_no_checkpoint_is_lost(config: RunConfig) -> None:
     checkpoints = config.checkpoint_folder
     if any(checkpoints.glob("step_*")) or named_checkpoint(checkpoints) is not None:
         return
-    kept = [name for name in (TRAINING, METRICS) if (folder / name).exists()]
-    saved = max((attempt.newest_checkpoint_step for attempt in read_attempts(folder)), default=0)
+    kept: list[str] = []
+    for name in (TRAINING, METRICS):
+        if (folder / name).exists():
+            kept.append(name)
+    saved = 0
+    for attempt in read_attempts(folder):
+        saved = max(saved, attempt.newest_checkpoint_step)
     if is_trained(folder):
         found = f"{folder / TRAINING} says that the run is trained"
     elif kept and saved:
@@ -322,8 +337,8 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
             the base.
     """
     longest = spec.max_position_embeddings
-    # Rotary angles beyond the context were never trained; most bases give nonsense there, without
-    # any error.
+    # Rotary angles beyond the base's context were never trained. Most bases write nonsense there,
+    # and nothing raises an error.
     lengths = {"data": config.data.sequence_length}
     for stage in config.stages:
         if stage.sequence_length is not None:
@@ -342,10 +357,12 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         expert_parallel=imagined_expert_ranks(parallel.expert_size, Counter()),
     )
     with torch.device("meta"):
-        # Whole first: it checks `trains` of all stages, and data.sequence_length.
+        # The whole run first, which checks `trains` of all stages, and data.sequence_length. Then
+        # each stage, which may have another sequence length.
         model = build_model(config, spec, ranks)
-        for stage_of_run in training_stages(config) if config.stages else ():
-            build_model(stage_of_run.config, spec, ranks)
+        if config.stages:
+            for stage_of_run in training_stages(config):
+                build_model(stage_of_run.config, spec, ranks)
     if config.gate is not None:
         if model.plan is not None:
             model.plan.gate_layer(config.gate.layer)

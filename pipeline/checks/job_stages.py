@@ -1,4 +1,4 @@
-"""The stages of the job that a run needs, and the inputs that they have yet to make."""
+"""The stages of a run's job, from tokenization to evaluation, and the inputs yet to be made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A base as this package reads it, compared with what transformers makes of the same folder.
+"""The logits of a base by this package, compared with those by transformers from the same folder.
 
-The preservation check before the first step compares a model with our own reading of its base: it
-cannot see a config that we misread.
+The preservation check before the first step compares a model with this package's own base, so that
+it cannot find a misread config.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = log.get_logger(__name__)
 def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BYTES) -> None:
     """Compares the logits on a probe text, in fp32 on the CPU.
 
-    Memory holds one module of our model at a time, and transformers' model whole.
+    Our model is read module by module. The model of transformers is in memory whole.
 
     Raises:
         BaseModelError: The logits differ, the weights do not fit config.json, or transformers
@@ -64,15 +64,17 @@ def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BY
         windows.append(window.unsqueeze(0))  # [1, S]
     expected = _logits_by_transformers(base, spec, windows)
     found = _logits_by_this_package(base, spec, windows)
-    differences = [ours - theirs for ours, theirs in zip(found, expected, strict=True)]
+    differences: list[Tensor] = []
+    for ours, theirs in zip(found, expected, strict=True):
+        differences.append(ours - theirs)
     difference = _largest_magnitude(differences)
     allowed = TOLERANCE * max(1.0, _largest_magnitude(expected))
     compared = f"{layers} of {base.spec.num_layers} layers"
-    if not difference <= allowed:  # Written so that a NaN fails.
+    if not difference <= allowed:  # written so that a NaN fails
         raise BaseModelError(
             f"{base.path}: logits of {compared} differ from those of transformers by "
-            f"{difference:.3g}, expected at most {allowed:.3g}: this model_type {spec.family!r} is "
-            "not read rightly; do not train on it, and report its config.json"
+            f"{difference:.3g}, expected at most {allowed:.3g}: its config.json (model_type "
+            f"{spec.family!r}) is misread; do not train on it, and report its config.json"
         )
     _logger.info(
         "%s: logits equal those of transformers within %.2g (%s)", base.path, difference, compared
@@ -115,14 +117,13 @@ def _logits_by_transformers(
     changes: dict[str, Any] = {}
     if spec.num_layers < base.spec.num_layers:
         changes = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
-    # For a whole base nothing is changed: transformers' own reading of config.json is what counts.
+    # For a whole base there are no changes: config.json is compared as transformers reads it.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # It would list the layers that are left out.
     transformers_logging.disable_progress_bar()
     try:
         with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
-            # In fp32 on the CPU: in bf16, rounding alone would differ by more than many a misread
-            # setting.
+            # In fp32: the rounding of bf16 would hide many misread settings.
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
                 **loading_options(base_config(base.path), **changes),

@@ -14,13 +14,13 @@ Row: TypeAlias = tuple[str, str]
 
 @dataclass
 class RunPlan:
-    """What a run will do.
+    """The plan of a run.
 
-    Args:
-        rows: Lines of text, each under a name. A name may have several lines.
-        to_make: The inputs that earlier stages have not made yet.
-        faults: What would stop the run.
-        figures: What programs read of the plan; None where it is not known.
+    Attributes:
+        rows: lines of text, each with a name; several lines may have the same name.
+        to_make: the inputs that earlier stages have not made yet.
+        faults: the faults that would stop the run.
+        figures: the figures for programs; None where a figure is not known.
     """
 
     rows: list[Row]
@@ -30,7 +30,9 @@ class RunPlan:
 
     def values(self) -> dict[str, Any]:
         """The plan for programs (docs/json.md)."""
-        rows = [{"name": name, "text": text} for name, text in self.rows]
+        rows: list[dict[str, str]] = []
+        for name, text in self.rows:
+            rows.append({"name": name, "text": text})
         return {**self.figures, "rows": rows, "to_make": self.to_make, "errors": self.faults}
 
     def __str__(self) -> str:
@@ -38,8 +40,10 @@ class RunPlan:
         rows = list(self.rows)
         for text in self.to_make:
             rows.append(("yet to make", text))
-        for text in self.faults or ["none found"]:
+        for text in self.faults:
             rows.append(("errors", text))
+        if not self.faults:
+            rows.append(("errors", "none found"))
         width = max(len(name) for name, _ in self.rows)
         lines: list[str] = []
         name_before = ""

@@ -1,4 +1,7 @@
-"""Whether the export of a run can be served, for the dry run."""
+"""Whether the export of a run can be served by vLLM, for the dry run.
+
+The widths of an expansion decide it, and they are chosen before training.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ def describe_serving(
     spec: DecoderSpec,
     refused: Mapping[Exported, str | None],
 ) -> str:
-    """Whether the run's export can be served by two GPUs: its widths are chosen before training.
+    """Whether the run's export can be served by _SERVED_TP GPUs.
 
-    refused: why the run cannot leave in each format; None where it can.
+    refused: by format, why it cannot express the model; None where it can.
     """
     format = auto_format(refused)
     if format == "merged":
@@ -47,18 +50,18 @@ def describe_serving(
 def _not_run_by_vllm(
     gate: GateSettings | None, expansion: ExpansionPlan | None, spec: DecoderSpec
 ) -> str | None:
-    """What of a scale export the plugin for vLLM does not run, as it says when it loads one; None
-    if it runs all (serving/scale_cpt_serving/vllm_model.py).
+    """The part of a scale export that the plugin for vLLM does not run; None if it runs all.
+
+    The plugin makes the same checks when it loads an export: serving/scale_cpt_serving.
     """
     if not spec.is_native:
         return "a hosted base"
     if spec.mixture is not None:
         return "a mixture of experts"
-    if expansion is not None and expansion.own is not None:
-        return "open tokens' own weights"
     if gate is not None and expansion is not None:
-        if expansion.gate_layer(gate.layer) > expansion.last_exact_layer:
-            return "layers that run twice below the gate"
+        runs_twice = expansion.gate_layer(gate.layer) > expansion.last_exact_layer
+        if runs_twice and expansion.expansion is not None:
+            return "layers that run twice below the gate, with added heads"
         if gate.features == "token+running_mean":
             return "a running mean that its gate reads (gate.features: token needs none)"
     for layer in spec.layers:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipeline import log
+from pipeline.config.method import title_of
 from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
 from pipeline.conversion.model_card import markdown_table
@@ -32,6 +33,7 @@ from pipeline.hf.base_card import CARD
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import NAME, CombinedConfig
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
@@ -138,7 +140,7 @@ def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
     entries: dict[str, Any] = {}
     for key, value in config.items():
-        if key not in left_out and not key.startswith("gate_"):
+        if key not in left_out and not key.startswith(("gate_", "own_")):
             entries[key] = value
     for heads in ("num_attention_heads", "num_key_value_heads"):
         entries[heads] -= entries[f"expansion_{heads}"]
@@ -162,37 +164,36 @@ def open_export(path: Path) -> ExpansionExport:
             f"{folder}: holds no export; convert the run first: scale-cpt convert"
         )
     config = read_object(folder / "config.json", ConversionError, "convert the run again")
-    fault: str | None = None
-    if config.get("model_type") == HostedScaleConfig.model_type:
-        fault = (
-            "its base is computed by transformers, and a combination runs layers of our own code; "
-            "serve the export alone"
-        )
-    elif config.get("model_type") != ScaleConfig.model_type:
-        fault = "it is no export in the format scale; convert the run again with --format scale"
-    elif config.get("gate_layer") is None:
-        fault = (
-            "it has no gate, which would say where it applies; fit one (scale-cpt gate), and "
-            "convert the run again"
-        )
-    elif config.get("routed"):
-        fault = "a Route model computes two paths by itself; train Preserve or Adapt"
-    elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
-        fault = "its rotary frequencies change with the text's length"
-    elif config.get("own_first_layer") is not None:
-        fault = (
-            "its open tokens have weights of their own (own rows, gains or low-rank differences), "
-            "which a combination does not run; serve the export alone"
-        )
-    elif config["gate_layer"] > config.get("l_fp", config["gate_layer"]):
-        fault = (
-            f"its gate reads before layer {config['gate_layer']}, above l_fp {config['l_fp']}, and "
-            "a combination does not run the layers between twice; serve the export alone, or fit "
-            f"the gate again with gate.layer {config['l_fp']}"
-        )
+    fault = _unsupported_reason(config)
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
     return ExpansionExport(folder, config, read_object(folder / RECORD, ConversionError))
+
+
+def _unsupported_reason(config: Mapping[str, Any]) -> str | None:
+    """Why an export with this config.json cannot be combined; None if it can."""
+    if config.get("model_type") == DifferenceConfig.model_type:
+        return (
+            "a base and a difference of all its parameters are two models of the base's class, "
+            "which a combination does not run; serve the export alone"
+        )
+    if config.get("model_type") == HostedScaleConfig.model_type:
+        return (
+            "its base runs by transformers' own code, which a combination does not; serve the "
+            "export alone"
+        )
+    if config.get("model_type") != ScaleConfig.model_type:
+        return "it is no export in the format scale; convert the run again with --format scale"
+    if config.get("gate_layer") is None:
+        return (
+            "it has no gate, which would say where it applies; fit one (scale-cpt gate), and "
+            "convert the run again"
+        )
+    if config.get("routed"):
+        return "a Route model computes two paths by itself; train Preserve or Adapt"
+    if any(rotary["context"] is not None for rotary in config.get("rotary", ())):
+        return "its rotary frequencies change with the text's length"
+    return None
 
 
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
@@ -313,10 +314,11 @@ def _card(exports: Mapping[str, ExpansionExport]) -> str:
     """The model card: how to load the folder, and a row for each expansion."""
     rows = []
     for name, export in exports.items():
-        variant = export.record["method"].get("variant")
+        settings = export.record["method"]
+        method = title_of(settings.get("variant") or settings["name"])
         parameters = sum(prod(tensor.shape) for tensor in export.expansion)
         tokens_seen = export.record["position"]["tokens_seen"]
-        rows.append((name, variant, parameters, export.new_tokens, tokens_seen))
+        rows.append((name, method, parameters, export.new_tokens, tokens_seen))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -336,7 +338,7 @@ model = AutoModelForCausalLM.from_pretrained(
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 
-{markdown_table(("expansion", "variant", "parameters", "new tokens", "trained on tokens"), rows)}
+{markdown_table(("expansion", "method", "parameters", "new tokens", "trained on tokens"), rows)}
 """
 
 

@@ -10,29 +10,35 @@ from pipeline.config.reading import Section
 BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 Fp8Scaling = Literal["tensor", "row"]
+"""What shares a scale in a matrix in fp8: all elements, or those of a row."""
 GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
+"""How the product with a gradient is computed: in one of the types of fp8, or in bf16 with the
+decoded matrix."""
 
 
 class Fp8Settings(Section):
-    """How a base in fp8 is stored and multiplied. Without `base_precision: fp8` nothing reads
-    this."""
+    """How a base in fp8 is stored and multiplied. These settings need `base_precision: fp8`."""
 
     scaling: Fp8Scaling = "tensor"
-    """what shares a scale in a matrix of the base: all of it (tensor), or each row (row)"""
+    """which elements of a matrix of the base share a scale: all elements (tensor), or those of each
+    row (row)"""
     gradient: GradientPrecision = "e5m2"
-    """how the gradient of a frozen product's input is computed: in fp8 with gradients in e4m3 or
-    e5m2, or in bf16 with the decoded matrix. Only runs in bf16 compute in fp8"""
+    """type of the gradient that is multiplied with a frozen matrix to get the gradient of its
+    input: e4m3 or e5m2, for a product in fp8, or bf16, for a product with the decoded matrix; only
+    runs in bf16 compute in fp8"""
     skip_small: bool = True
     """whether matrices with one side up to 1,024 and the other up to 4,096 are multiplied in bf16,
     which is faster on an H100"""
 
 
 class VocabularySettings(Section):
-    """An extended tokenizer (scale-cpt vocabulary), whose new tokens get rows
-    (docs/vocabulary.md)."""
+    """A tokenizer with more tokens than the base's, by scale-cpt vocabulary (docs/vocabulary.md).
+
+    The rows of its new tokens train.
+    """
 
     folder: Path
     """folder that scale-cpt vocabulary wrote"""
     initial: Literal["mean", "last-weighted", "zero"] = "mean"
-    """first embedding row of a new token: the mean of the rows of the base's tokens that spell it,
-    the mean with weights 1, 2, 3, … (last-weighted), or zero"""
+    """initial embedding row of a new token: the mean of the rows of the base's tokens that spell it
+    (mean), their mean with weights 1, 2, 3, … (last-weighted), or zeros (zero)"""

@@ -11,17 +11,21 @@ class CheckpointSettings(Section):
     """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
-    """number of steps from one checkpoint to the next; the end and a signal save one, too"""
+    """number of steps from one checkpoint to the next; one is also saved at the end and after a
+    signal"""
     keep_last: PositiveInt = 2
-    """number of the newest checkpoints that are kept; more are kept while none of them lies before
-    the last `stability.spike_steps` steps"""
+    """number of the newest checkpoints that are kept; more are kept where a rollback needs an older
+    one, from before the last `stability.spike_steps` steps"""
     keep_every_steps: PositiveInt | None = None
-    """steps whose multiples are kept for good; default: no checkpoint is kept for good"""
+    """checkpoints of every multiple of so many steps are never deleted; default: none are kept for
+    good"""
     asynchronous: bool = False
-    """whether training continues while a copy in host memory is written"""
+    """whether a checkpoint is copied to host memory and written from there while training
+    continues"""
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> CheckpointSettings:
+        # Only a checkpoint that is saved can be kept.
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
             raise ValueError(
                 f"keep_every_steps must be a multiple of every_steps {self.every_steps}"

@@ -24,35 +24,35 @@ CleaningStep = Literal[
 ]
 
 
-# A fixed day: with today's, the same command would make another corpus tomorrow, which a resumed
-# run refuses.
+# Not today's date: the same command would make other tokens tomorrow, and a resumed run refuses a
+# corpus that changed.
 CHAT_DATE = date(2025, 1, 1)
-"""The date that chat templates are told is today, where nothing else is said."""
+"""Default of data.chat_date, the date that chat templates are told is today's."""
 
 
 class Sampling(Section):
     """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
 
     tokens: PositiveInt
-    """how many tokens the base writes, at least"""
+    """smallest number of tokens that the base writes; the last document may exceed it"""
     temperature: PositiveFloat = 1.0
     """sampling temperature, without top-k or top-p; 1 samples from the base's own distribution"""
     max_tokens: PositiveInt | None = None
     """longest document in tokens, its prompt included; default: data.sequence_length"""
     prompts: Texts = []
     """files of documents whose beginnings the base continues, in the formats of `input`; default:
-    no prompts, and the base starts after the token that begins a document"""
+    the base writes whole documents, after the token that begins a document"""
     prompt_tokens: PositiveInt | None = None
-    """how many tokens of each prompt are used, from its start; default: the whole prompt, as for
-    questions"""
+    """how many of the first tokens of each prompt are used; default: the whole prompt, for prompts
+    that are questions"""
     chat_template: bool = False
     """whether each prompt is a user's message, framed by the tokenizer's chat template"""
     thinking: bool | None = None
     """for prompts that are chats: whether the base thinks before it answers (the chat template's
-    `enable_thinking`); default: what the template does by itself"""
+    variable `enable_thinking`); default: the template's default"""
     system_prompts: Texts = []
-    """system messages, of which each chat without a system message gets one at random; default:
-    none is added"""
+    """system messages, one of which is added at random to each chat that has none; default: none is
+    added"""
     seed: int = 0
     """random seed of the sampled text, apart from the run's `seed`: runs with different seeds can
     then share the corpus"""
@@ -114,10 +114,10 @@ class Corpus(Section):
     `datasets` saved; URLs of object stores, `s3://bucket/*.parquet`; or datasets on the
     hub, `hf://org/name[/config][@revision][/split][?files=N]`"""
     clean: Cleaning | None = None
-    """how scale-cpt clean filters the documents of `input` before they are tokenized; default: not
-    at all"""
+    """how scale-cpt clean filters the documents of `input` before they are tokenized; default: no
+    filter"""
     sample: Sampling | None = None
-    """for role self_generated, in place of `input`: what the base is asked to write"""
+    """for role self_generated, in place of `input`: the text that the base writes"""
     heldout_input: Texts = []
     """files of the held-out part, which no training sample comes from; at least one corpus of a run
     has a held-out part"""
@@ -150,13 +150,13 @@ class Corpus(Section):
     special token; default: ordinary text where the tokenizer can, and a chat with such a message is
     rejected"""
     max_unknown_fraction: Fraction = 0.01
-    """largest share of the text that the tokenizer may be unable to spell; tokenization stops
+    """largest share of the text that the tokenizer may turn into unknown tokens; tokenization stops
     beyond it"""
     allow_damaged: bool = False
-    """whether a truncated or damaged file is read up to its damage; default: it ends the job"""
+    """whether a truncated or damaged file is read up to its damage; if not, it ends the job"""
     role: Role = "new"
-    """what the corpus is for: new (text to learn), replay (the base's own domain), or
-    self_generated (text that the base wrote itself)"""
+    """purpose of the corpus: new (text to learn), replay (the base's own domain), or self_generated
+    (text that the base writes)"""
     source: Source = Source()
     """origin of the corpus, named on the export's model card"""
     weight: PositiveFloat = 1.0
@@ -190,7 +190,11 @@ class Corpus(Section):
         return self
 
     def _check_self_generated(self) -> None:
-        """Refuses what does not apply to text that the base writes. Raises ValueError."""
+        """Checks a corpus of role self_generated.
+
+        Raises:
+            ValueError: a setting does not apply to text that the base writes.
+        """
         is_read = self.input or self.heldout_input or self.heldout_fraction
         if self.sample is None or is_read:
             raise ValueError(
@@ -211,12 +215,12 @@ class Corpus(Section):
                 )
 
 
-# A name is a folder of `data.folder`, where `<name>.heldout` is the held-out part of `<name>`.
+# A name is that of a folder in `data.folder`, beside `<name>.heldout`: it may have no dot.
 CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class Data(Section):
-    """What is read, in which proportion, and how it is packed."""
+    """The corpora, the proportions in which samples are drawn from them, and their packing."""
 
     folder: Path
     """folder of the tokenized corpora"""
@@ -232,9 +236,9 @@ class Data(Section):
     self_generated_fraction: Fraction = 0.0625
     """share of the samples drawn from the corpora of role self_generated, if there are any"""
     kl_coefficient: PositiveFloat = 1.0
-    """coefficient of KL(base || model) in the loss, on all samples that train by it"""
+    """coefficient of KL(base || model) in the loss, on all samples that have this loss"""
     temperature: Annotated[float, Field(ge=1)] | None = None
-    """how corpora of one role are balanced by size: each is also weighted by tokens^(1 /
+    """how the sizes of corpora count within a role: the weight of each is multiplied by tokens^(1 /
     temperature); 1 draws in proportion to the sizes, 3.3 (mT5) more evenly; default: only `weight`
     counts"""
     chat_date: date = CHAT_DATE
@@ -264,8 +268,8 @@ class Data(Section):
         """The share of the samples of each role except new."""
         roles = self._roles()
         fractions: dict[Role, float] = {}
+        # Only roles that have a corpus: the share of the others goes to the new text.
         if "replay" in roles:
-            # Only of roles that have a corpus: the others' share goes to the new text.
             fractions["replay"] = self.replay_fraction
         if "self_generated" in roles:
             fractions["self_generated"] = self.self_generated_fraction

@@ -13,11 +13,11 @@ GateFeatures = Literal["token", "token+running_mean"]
 
 
 class OpenIdSettings(Section):
-    """Ids that the gate opens whatever their score, because old text hardly ever has them."""
+    """Which ids the gate opens whatever their score, because old text hardly ever has them."""
 
     min_count: PositiveInt = 20
-    """how often an id must occur in the corpora of role new; its share of them must also be a
-    hundred times its share of old text"""
+    """how often an id must occur in the corpora of role new; its share of their tokens must also be
+    above a hundred times its share of old text"""
 
 
 class GateSettings(Section):
@@ -31,22 +31,23 @@ class GateSettings(Section):
     """what the gate reads of the base's residual stream: each token's state, or also the running
     mean of the states in the document so far"""
     layer: NonNegativeInt | None = None
-    """layer before which the gate reads the stream; default: the last place where the stream is
-    exactly the base's, which is after the last layer for preserve and route, before layer l_fp for
-    adapt, and before layer own_first_layer for weights of open tokens' own; 2 where that would be
-    0, and for fft. Layers below a gate that reads further up run twice, for fft all below it"""
+    """index of the layer before which the gate reads the stream; default: the last place where the
+    stream is exactly the base's, which is after the last layer for preserve and route, before layer
+    l_fp for adapt, and before layer own_first_layer where open tokens have weights of their own; 2
+    where that would be 0, and for fft. Layers from there to a gate that reads further up run twice,
+    for fft all layers below the gate"""
     negatives: list[CorpusName] = []
-    """names of the corpora of text that is not new, from which the gate learns to stay closed;
-    default: the corpora of role self_generated, or the corpora of role replay if there are none"""
+    """names of the corpora on whose text the gate learns to stay closed; default: the corpora of
+    role self_generated, or the corpora of role replay if there are none"""
     tokens: PositiveInt = 100_000
-    """tokens of each kind of text (new, and not new) to fit the gate on; as many others of each
-    kind set its threshold"""
+    """number of tokens of each kind of text (new, and not new) on which the gate is fitted; as many
+    further tokens of each kind set its threshold"""
     splices: bool = False
     """whether the gate is also fitted on windows that begin in one kind of text and end in the
     other"""
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
-    """largest share of the tokens that are not new on which the gate may open; sets its
+    """largest share of the tokens of text that is not new on which the gate may open; it sets the
     threshold"""
     open_ids: OpenIdSettings | None = OpenIdSettings()
-    """ids that the gate opens whatever their score, as text that is not new hardly ever has them;
-    null: no ids"""
+    """which ids the gate opens whatever their score, as old text hardly ever has them; null: no
+    ids"""

@@ -1,4 +1,4 @@
-"""The sections `preflight` and `watchdog`: checks of the machines before and during a run."""
+"""The sections `preflight` and `watchdog`: the machines before a run, and the ranks during it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Preflight(Section):
 
 
 class WatchdogSettings(Section):
-    """When a run with lost or hung ranks ends, to be restarted."""
+    """When a run counts as lost or hung: it then ends, so that a launcher can restart it."""
 
     beat_every_s: PositiveFloat = 5.0
     """seconds between two heartbeats of a rank; longer with more than 500 ranks"""
@@ -31,8 +31,8 @@ class WatchdogSettings(Section):
     noticed immediately"""
     # Of a phase, not a step: a step may include a validation or a save, which take minutes.
     hung_after_s: PositiveFloat = 600.0
-    """seconds that every rank may stay in one phase of a step (data, forward, backward, step)
-    before the run counts as hung"""
+    """seconds without any rank leaving its phase of a step (data, forward, backward, step) after
+    which the run counts as hung"""
     slow_after_s: PositiveFloat = 1800.0
-    """seconds that every rank may stay in the start, in a validation or in saving before the run
-    counts as hung"""
+    """seconds without any rank leaving the start, a validation or a save after which the run counts
+    as hung"""

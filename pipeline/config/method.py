@@ -14,9 +14,9 @@ LinearMap = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
 class ExpansionWidths(Section):
-    """How much each width of the base grows.
+    """How much is added to each width of the base.
 
-    `num_key_value_heads` follows from the base's grouped-query ratio.
+    The number of key/value heads follows from the base's ratio of query heads to them.
     """
 
     hidden_size: PositiveInt
@@ -49,18 +49,19 @@ class ScaleMethod(Section):
 
     name: Literal["scale"]
     variant: Literal["preserve", "adapt", "route"] = "adapt"
-    """what trains: preserve keeps the base's output exactly, adapt lets upper layers change it,
-    route chooses between both for each token"""
+    """variant of SCALE: preserve keeps the base stream exactly, adapt trains W12 in the upper
+    layers, which changes it, and route chooses between the two for each token"""
     expansion: ExpansionWidths
     l_fp: NonNegativeInt | None = None
     """number of lower layers without W12, which adapt and route need; not for preserve"""
     collaborative_modules: CollaborativeModules = "attention"
-    """modules of the layers above l_fp in which W12 trains"""
+    """modules in which W12 trains, in the layers from l_fp on"""
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
-    """τ of variant route: a token is preserved if the cosine of its two paths is above this"""
+    """τ of variant route: a token takes the mean of both paths if the cosine of their logits is
+    above it, and the adapted path if not"""
     norm: Literal["separate", "base"] = "separate"
-    """statistics that normalise the expansion stream: its own (separate), or the base stream's,
-    which a merged export needs"""
+    """stream whose mean square normalises the expansion stream: the expansion stream itself
+    (separate), or the base stream (base), which a merged export needs"""
     initialisers: Initialisers = Initialisers()
     own_rows: OwnRows | Literal["all"] | None = None
     """trained differences of embedding rows and output rows, for tokens that the gate opens: of
@@ -71,8 +72,8 @@ class ScaleMethod(Section):
     """rank of the trained differences B A of the base's linear maps, for tokens that the gate
     opens; default: none"""
     own_first_layer: NonNegativeInt | None = None
-    """for variant preserve: first layer in which open tokens have weights of their own; with adapt
-    that is l_fp"""
+    """for variant preserve: first layer in which open tokens have weights of their own; with
+    variant adapt it is l_fp"""
 
     @property
     def has_own_weights(self) -> bool:
@@ -122,7 +123,8 @@ class ScaleMethod(Section):
         """The settings that the initial expansion depends on: variant, widths, initialisers."""
         settings = self.model_dump(mode="json", exclude={"router_threshold", "norm"})
         if not self.has_own_weights:
-            # As before these settings existed: an expansion made then is still the same.
+            # Expansions that were made before these settings existed are recorded without them, and
+            # must compare as equal.
             for name in ("own_rows", "own_gains", "low_rank", "own_first_layer"):
                 del settings[name]
         return settings
@@ -187,6 +189,7 @@ class LlamaPro(Section):
     """number of copied blocks, a divisor of the base's number of layers"""
 
 
+# Chosen by its `name`, so that errors are about the settings of that method alone.
 Method = Annotated[
     Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
 ]
@@ -195,17 +198,17 @@ Method = Annotated[
 def starts_from_expansion(method: Method) -> TypeGuard[ScaleMethod | Lora]:
     """Whether a run's initial values are in a folder, which `scale-cpt upscale` makes.
 
-    SCALE's are decompositions of the base. LoRA with own rows has one for the ids that have rows,
-    which were counted in the run's corpora.
+    SCALE's initial values are decompositions of the base's matrices. LoRA with own rows needs the
+    folder for the ids that have rows, which are counted in the run's corpora.
     """
-    return isinstance(method, ScaleMethod) or (
-        isinstance(method, Lora) and method.own_rows is not None
-    )
+    if isinstance(method, ScaleMethod):
+        return True
+    return isinstance(method, Lora) and method.own_rows is not None
 
 
 _TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}
 
 
 def title_of(name: str) -> str:
-    """The name of a method, or of a variant of SCALE, in tables and figures."""
+    """The title of a method, or of a variant of SCALE, in tables and figures."""
     return _TITLES.get(name) or f"SCALE-{name.capitalize()}"

@@ -13,10 +13,10 @@ class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
     peak_tflops: PositiveFloat | None = None
-    """dense peak of one device in the run's precision, the reference of MFU; default: NVIDIA's
-    16-bit figure for known GPUs; without a peak no MFU is reported"""
+    """dense peak performance of one device in the run's precision, of which MFU is a share;
+    default: NVIDIA's 16-bit figure for known GPUs, and no MFU for others"""
     log_every_s: PositiveFloat = 10.0
-    """least number of seconds between two progress lines in a log"""
+    """smallest number of seconds between two progress lines in a log"""
 
 
 class Profile(Section):

@@ -11,16 +11,18 @@ class Parallel(Section):
     tp_size: PositiveInt = 1
     """tensor-parallel size: ranks that share each layer, best within a node"""
     sequence_parallel: bool = False
-    """whether a tensor-parallel rank holds only its share of each sequence between the shared
-    layers, which takes less memory"""
+    """whether each tensor-parallel rank holds only its part of a sequence outside the split linear
+    maps, which saves memory of activations"""
     expert_size: PositiveInt = 1
-    """number of data-parallel ranks that share the frozen experts of a mixture: each holds some of
-    them whole, and computes them for the tokens of all (docs/sizing.md)"""
+    """expert-parallel size: number of data-parallel ranks that share the frozen experts of a
+    mixture; each holds some experts whole, and computes them for the tokens of all these ranks
+    (docs/sizing.md)"""
     padded_experts: bool = False
-    """whether these ranks make room for all rows that their experts could get: the host then never
-    waits for the number of rows, but a layer's experts take up to expert_size times the memory"""
+    """whether buffers between ranks that share experts have the size of the largest possible number
+    of rows: the host then never waits for the true number, but a layer's experts take up to
+    expert_size times the memory"""
 
     @property
     def fewest_ranks(self) -> int:
-        """How many ranks hold the model once."""
+        """How many ranks hold one whole model: the number of ranks must be a multiple."""
         return self.tp_size * self.expert_size

@@ -1,4 +1,4 @@
-"""Reads YAML into checked settings: types of settings, and errors in one line."""
+"""Reads YAML into checked settings: the base class of sections, and errors in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Texts = Annotated[
 """A list, or one text in its place."""
 
 
-# Names of settings and of their values in earlier versions: an old file's error gives the new one.
+# Names of settings and of their values in earlier versions. The error about an old name in a file
+# gives the new one; records that earlier versions wrote are read with the new names.
 RENAMED_KEYS = {
     "upscaled": "init_expansion",
     "openings": "prompts",
@@ -35,7 +36,7 @@ RENAMED_VALUES = {"rehearsal": "self_generated", "mend": "fix_encoding", "stock"
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that an earlier version recorded, under the names that they have now."""
+    """Settings that an earlier version recorded, with today's names."""
     renamed: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -50,11 +51,12 @@ class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(
-        # Attribute docstrings become the settings' descriptions, from which docs/configuration.md
-        # is written. `coerce_numbers_to_str`: a name such as `2026` is a number in YAML.
+        # A misspelled setting would otherwise have no effect, and nothing would say so.
         extra="forbid",
         frozen=True,
+        # They become the descriptions of settings in docs/configuration.md.
         use_attribute_docstrings=True,
+        # A name such as `2026` is a number in YAML.
         coerce_numbers_to_str=True,
     )
 
@@ -63,7 +65,7 @@ S = TypeVar("S", bound=Section)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would silently take the last."""
+    """Refuses a key that is given twice: YAML would take the last one, and say nothing."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -97,7 +99,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, fault: str) -> Any:
-    """The value that `text` is in YAML.
+    """The value that is written in YAML in `text`.
 
     Raises:
         ConfigError: `text` is no YAML; the message begins with `fault`.
@@ -118,20 +120,22 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{_dotted(fault['loc'])}: {_plain(kind, fault)}" for fault in error.errors()
-        )
+        faults: list[str] = []
+        for fault in error.errors():
+            faults.append(f"{_dotted(fault['loc'])}: {_plain(kind, fault)}")
         raise ConfigError(
-            f"{source}: {error.error_count()} fault(s): {faults}; {listed_in} lists every setting"
+            f"{source}: {len(faults)} fault(s): {'; '.join(faults)}; {listed_in} lists every "
+            "setting"
         ) from None
 
 
 def with_defaults(annotation: Any, value: Any) -> Any:
-    """`value`, recorded as JSON, with the defaults of settings that did not exist at the time."""
+    """A recorded value, with the defaults of settings that did not exist when it was recorded."""
     kind = TypeAdapter[Any](annotation)
     try:
         return kind.dump_python(kind.validate_python(value), mode="json")
-    except ValidationError:  # of an earlier version
+    except ValidationError:
+        # An earlier version had other settings: it is compared as it was recorded.
         return value
 
 
@@ -157,7 +161,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
-    """One of pydantic's faults in words for a user."""
+    """One of pydantic's faults, in words for users."""
     if fault["type"] == "extra_forbidden":
         return _unknown_key(kind, str(fault["loc"][-1]))
     if fault["type"] == "missing":
@@ -179,6 +183,6 @@ def _unknown_key(kind: type[BaseModel], key: str) -> str:
     for section in (schema, *schema.get("$defs", {}).values()):
         known.update(section.get("properties", {}))
     if key in known:
-        # A key of another section: another spelling of it is no remedy.
+        # It is a key of another section: a similar key of this one would be wrong advice.
         return "unknown key"
     return "unknown key" + nearest(key, known)

@@ -29,7 +29,8 @@ from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
 HubModels = Literal["whole", "described", "named"]
-"""How models that a configuration names on the hub are fetched: whole, without weights, or not."""
+"""How models on the hub are fetched: with their weights (whole), without them (described), or not
+at all (named)."""
 
 
 class RunConfig(Section):
@@ -45,18 +46,18 @@ class RunConfig(Section):
     """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
     base_code: BaseCode | None = None
-    """whose code computes the base: the package's own (native), or transformers', which knows every
-    model_type but trains with fewer settings (docs/architectures.md); default: native where there
-    is a family for the base's model_type"""
+    """which code computes the base: this package's (native), or transformers', which knows every
+    model_type but supports fewer settings (docs/architectures.md); default: native for families
+    that this package has"""
     base_precision: BasePrecision = "bf16"
-    """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
-    bits (fp8) or 4 (nf4; docs/method.md)"""
+    """how frozen linear maps are stored: in the type that the DeepSpeed file sets (bf16), in 8 bits
+    (fp8), or in 4 bits (nf4; docs/method.md)"""
     fp8: Fp8Settings = Fp8Settings()
     """how a base in fp8 is stored and multiplied (docs/method.md)"""
     vocabulary: VocabularySettings | None = None
-    """tokenizer with more tokens than the base's; default: the base's own"""
+    """extended tokenizer in place of the base's; default: the base's own"""
     init_expansion: Path | None = None
-    """expansion to start from, exported by another run; default: a new one, in
+    """folder of an expansion that another run exported, to start from; default: a new one, in
     <folder>/initial_expansion"""
     method: Method
     """which parameters train, and how they start"""
@@ -65,7 +66,8 @@ class RunConfig(Section):
     schedule: Schedule
     """steps, batch and learning rate"""
     stages: list[Stage] = []
-    """stages in which the run trains; default: one, with everything (docs/stages.md)"""
+    """stages of the training, in their order; default: a single stage in which everything trains
+    (docs/stages.md)"""
     gate: GateSettings | None = None
     """gate that is fitted after training; default: none"""
     parallel: Parallel = Parallel()
@@ -81,7 +83,7 @@ class RunConfig(Section):
     preflight: Preflight = Preflight()
     """checks before the first step"""
     watchdog: WatchdogSettings = WatchdogSettings()
-    """when lost or hung ranks end the run"""
+    """when a run with lost or hung ranks is ended"""
     metrics: Metrics = Metrics()
     """peak performance for MFU, and progress lines"""
     profile: Profile = Profile()
@@ -94,13 +96,13 @@ class RunConfig(Section):
     """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
     (collaborative), or all"""
     recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
-    """results that those layers keep all the same: nothing, the results of attention kernels
-    (attention), or also the products of gate and up maps (products; docs/sizing.md)"""
+    """results that recomputed layers keep: nothing, the results of attention kernels (attention),
+    or also the products of gate and up maps (products; docs/sizing.md)"""
     deterministic: bool = False
-    """whether GPUs use deterministic kernels where there are any, so that a command gives equal
-    bits each time; slower (docs/checkpoints.md)"""
+    """whether GPUs use deterministic kernels where there are any: a command then gives the same
+    bits each time, but is slower (docs/checkpoints.md)"""
     compile: bool = False
-    """whether each layer is compiled with torch.compile (not under ZeRO-3); steps take 9 to 14 %
+    """whether each layer is compiled with torch.compile (not with ZeRO-3); steps take 9 to 14 %
     less time on an H100"""
 
     @model_validator(mode="after")
@@ -114,8 +116,10 @@ class RunConfig(Section):
         if self.gate is None:
             return self
         if isinstance(self.method, FullFineTuning):
+            # No blocks to close: the gate chooses between the base and the trained model.
             self._check_gate_of_difference(self.gate)
         elif not isinstance(self.method, (ScaleMethod, Lora)):
+            # Freeze and LLaMA Pro: see docs/combinations.md for what a gate there would need.
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
@@ -131,16 +135,20 @@ class RunConfig(Section):
         return self
 
     def _check_gate_of_difference(self, gate: GateSettings) -> None:
-        """The gate of full fine-tuning, whose export is the base and a difference."""
+        """Checks the gate of full fine-tuning, whose export is the base and a difference.
+
+        Raises:
+            ValueError: a setting does not fit.
+        """
         if gate.layer == 0:
             raise ValueError(
-                "gate.layer: with method fft at least 1, as before layer 0 there is the token "
-                "alone, found 0"
+                "gate.layer: expected at least 1 with method fft, found 0: before layer 0 the "
+                "stream holds the token alone"
             )
         if self.vocabulary is not None:
             raise ValueError(
-                "gate: not with method fft beside an extended vocabulary, for whose tokens the "
-                "base has no rows; remove gate or vocabulary"
+                "gate: method fft has none with an extended vocabulary, as the base has no rows "
+                "for its new tokens; remove gate or vocabulary"
             )
 
     @model_validator(mode="after")
@@ -151,10 +159,11 @@ class RunConfig(Section):
         if self.gate is None:
             settings = "own_rows, own_gains, low_rank"
             if isinstance(method, Lora):
+                # Its adapters themselves are the low-rank differences, and need no gate.
                 settings = "own_rows, own_gains"
             raise ValueError(
-                f"method.{settings}: only tokens that a gate opens read them, "
-                "without one the base's outputs would change; add a section gate, or remove them"
+                f"method.{settings}: only tokens that a gate opens read them; without a gate the "
+                "base's outputs would change: add a section gate, or remove them"
             )
         return self
 
@@ -164,24 +173,28 @@ class RunConfig(Section):
         limits = self.forgetting
         if self.init_expansion is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
+        # These two train the base's own weights: there are no base's logits to compare with.
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
-        # Forgetting is measured on held-out replay alone: without any, a limit would silently never
-        # apply.
-        has_probe = self.validation.probe is not None or self._has_heldout_replay()
-        lacks_text = limits.max_increase is not None and not self._has_heldout_replay()
-        if lacks_text or (limits.max_kl_from_base is not None and not has_probe):
+        # Forgetting is measured on held-out text of role replay only. Without any, a limit would
+        # never apply, and nothing would say so.
+        has_replay = self._has_heldout_of_role("replay")
+        has_probe = self.validation.probe is not None or has_replay
+        lacks_replay = limits.max_increase is not None and not has_replay
+        lacks_probe = limits.max_kl_from_base is not None and not has_probe
+        if lacks_replay or lacks_probe:
             raise ValueError(
                 "forgetting: needs a corpus of role replay with a held-out part, or, for "
                 "max_kl_from_base, validation.probe"
             )
         return self
 
-    def _has_heldout_replay(self) -> bool:
+    def _has_heldout_of_role(self, role: Role) -> bool:
+        """Whether a corpus of the role has a held-out part."""
         for name, corpus in self.data.corpora.items():
-            if corpus.role == "replay" and self._has_heldout(name):
+            if corpus.role == role and self._has_heldout(name):
                 return True
         return False
 
@@ -201,11 +214,10 @@ class RunConfig(Section):
                 )
         if self.validation.stop_after is not None and self.stages:
             raise ValueError(
-                "validation.stop_after: not with `stages`, of which one that gains nothing may "
-                "come before one that does; remove one of the two"
+                "validation.stop_after: not possible with `stages`, as a stage that gains nothing "
+                "may come before one that does; remove one of the two"
             )
-        new = [name for name, corpus in self.data.corpora.items() if corpus.role == "new"]
-        if self.validation.stop_after is not None and not any(map(self._has_heldout, new)):
+        if self.validation.stop_after is not None and not self._has_heldout_of_role("new"):
             raise ValueError(
                 "validation.stop_after: needs a corpus of role new with a held-out part; set its "
                 "heldout_input or heldout_fraction"
@@ -218,22 +230,25 @@ class RunConfig(Section):
 
     @property
     def gate_negatives(self) -> list[str]:
-        """The corpora of text that is not new, from which a gate learns."""
+        """The names of the corpora on whose text a gate learns to stay closed."""
         by_role: dict[Role, list[str]] = {"new": [], "replay": [], "self_generated": []}
         for name, corpus in self.data.corpora.items():
             by_role[corpus.role].append(name)
         if self.gate is not None and self.gate.negatives:
             return self.gate.negatives
+        # Self-generated text is preferred: it needs no old training data, and covers all that the
+        # base writes.
         return by_role["self_generated"] or by_role["replay"]
 
     @property
     def trains(self) -> list[str]:
-        """What trains in one of the stages, of all that the method trains; empty: everything."""
+        """The entries `trains` of all stages, each once; empty if a stage trains everything."""
         trained: list[str] = []
         for stage in self.stages:
             if not stage.trains:
                 return []
             trained += stage.trains
+        # A dict removes repeated entries, and keeps their order.
         return list(dict.fromkeys(trained))
 
     @property
@@ -255,10 +270,14 @@ class RunConfig(Section):
 
 
 def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """The configuration in `values`; `source` is their origin, which errors name.
+    """The configuration in `values`.
+
+    Args:
+        values: the settings.
+        source: their origin, which errors name.
 
     Raises:
-        ConfigError: the values do not describe a run; all faults are in its one line.
+        ConfigError: the values do not describe a run; its one line has all faults.
     """
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
@@ -273,8 +292,8 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
         base: how models that the file names on the hub are fetched.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is
-            none of its settings.
+        ConfigError: the file is missing, is not YAML, or does not describe a run; or a change is of
+            no setting.
     """
     source = str(path)
     for change in changes:
@@ -291,9 +310,10 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
 
 
 def _local_folder(named: Path, *, weights: bool) -> Path:
-    """The folder on this machine of a model, which is fetched from the hub if it is named there.
+    """The folder of a model on this machine; a model on the hub is fetched.
 
-    A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
+    Where that fails, the name stays: the checks of a run open it, and report the failure together
+    with other faults.
     """
     try:
         return model_folder(named, weights=weights)

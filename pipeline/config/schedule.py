@@ -13,20 +13,20 @@ DecayShape = Literal["linear", "cosine", "wsd"]
 
 
 class Schedule(Section):
-    """Steps, batch and learning rate. A batch counts sequences."""
+    """Steps, batch and learning rate. Batch sizes are numbers of sequences."""
 
     steps: PositiveInt
     """number of optimizer steps"""
     global_batch_size: PositiveInt
     """sequences per optimizer step, over all ranks"""
     micro_batch_size: PositiveInt
-    """sequences that a rank processes at a time; this times the data-parallel size must divide
-    global_batch_size"""
+    """sequences that a rank processes at a time; global_batch_size must be a multiple of its
+    product with the data-parallel size"""
     learning_rate: PositiveFloat
     """peak learning rate, reached after the warm-up"""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw for everything, or muon for the matrices within layers and AdamW for all else, both at
-    learning_rate (docs/methods.md)"""
+    """optimizer: AdamW for all parameters (adamw), or Muon for the matrices within layers and AdamW
+    for all others (muon), both with learning_rate (docs/methods.md)"""
     decay: DecayShape = "linear"
     """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06
@@ -36,13 +36,14 @@ class Schedule(Section):
     final_learning_rate_fraction: Fraction = 0.0
     """learning rate at the end of the run, as a share of the peak"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """weight decay of matrices; vectors (biases, norms' gains) do not decay"""
+    """weight decay of matrices; biases and the gains of norms do not decay"""
     learning_rate_factors: dict[str, PositiveFloat] = {}
     """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or by pattern of
     parameter names; the last key that matches a parameter counts (docs/methods.md)"""
     weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
     """factors of weight_decay, by kind of block or by pattern of parameter names"""
-    # 0.95, as in GPT-3 and Llama: with 0.999 a spike's second moment lasts for a thousand steps.
+    # 0.95 as in GPT-3 and Llama: with 0.999 the second moment of a spike lasts for a thousand
+    # steps.
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the two moments"""
     gradient_clipping: PositiveFloat = 1.0
@@ -64,9 +65,10 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     # same rates.
     decay_steps = schedule.steps - warmup_steps
     if schedule.decay == "wsd":
-        # Warmup-stable-decay (Hu et al. 2024, MiniCPM): the peak holds until then, so that one run
-        # can be ended at several lengths.
+        # Warmup-stable-decay (Hu et al. 2024, MiniCPM): the rate stays at its peak until the decay,
+        # so that one run can be ended at several lengths.
         decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
+    # From 0 at the start of the decay to 1 at the end of the run.
     progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
     if schedule.decay == "cosine":
         remaining = (1 + math.cos(math.pi * progress)) / 2

@@ -1,8 +1,8 @@
-"""Where the values of a configuration come from: its file, files that it extends, and changes.
+"""Where the values of a configuration come from: files that its file extends, its file, and --set.
 
 A run's folder stands for the file `run.yaml` in it, which the run's first stage wrote.
 
-Later ones change earlier ones key by key:
+Each of these changes the ones before it, key by key:
 
     a section           merged with the one before, unless its key `name` is another
     null for a section  removes it
@@ -21,16 +21,16 @@ from pipeline.errors import ConfigError
 EXTENDS = "extends"
 COMMAND_LINE = "--set"
 RUN_FILE = "run.yaml"
-"""In a run's folder: the run with all that its file extends, and with --set."""
+"""In a run's folder: all settings of the run, with those of extended files and of --set."""
 CHECKPOINTS = "checkpoints"
-"""In a run's folder."""
+"""In a run's folder: the folder of its checkpoints."""
 
 
 def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """The settings in the YAML file or the run's folder `path`, with `changes` such as `seed=7`.
 
-    `extends` counts from the file that has it. A run's folder may have been moved, with the folders
-    in it.
+    A relative path in `extends` counts from the file that has it. A run's folder may have been
+    moved, with the folders in it.
 
     Raises:
         ConfigError: one of the files is missing, is not YAML or extends itself, or a change is no
@@ -49,17 +49,20 @@ def _of_run_folder(folder: Path) -> dict[str, Any]:
     """The settings in a run's folder. If it was moved, so are the folders in it."""
     values = _extended(folder / RUN_FILE, ())
     old = Path(str(values.get("folder")))
-    # run.yaml holds paths as they were at its start: of a folder that was moved or copied, they
-    # would lead to the old one.
+    # run.yaml holds the paths of the run's first start. If its folder was moved or copied since,
+    # they would lead to the old place.
     if old.resolve() == folder.resolve():
         return values
     return merged(values, {**_moved(values, old, folder), "folder": str(folder)})
 
 
 def _extended(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
-    """The settings of a file, which the files `outer` extend, with those that it extends itself."""
-    # Resolved, so that a file that extends itself by another spelling, or through a link, is found
-    # too.
+    """The settings of a file, with those of the files that it extends.
+
+    Raises:
+        ConfigError: the file cannot be read, or is one of the files `outer`, which extend it.
+    """
+    # Resolved paths: a file may extend itself by another spelling of its path, or through a link.
     if path.resolve() in outer:
         raise ConfigError(
             f"{path}: this file is extended already; remove one of the keys {EXTENDS}"

@@ -1,4 +1,4 @@
-"""The stages of a run in their order: the steps of each, and the settings that it trains with."""
+"""The stages of a run in their order: the steps of each, and the settings with which it trains."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TrainingStage:
         first_step: how many steps of the run come before it.
         config: the run as if this stage were all of it: its schedule, its data, what it trains.
         trained_before: the setting `trains` of each earlier stage.
-        data_before: the data of the stage before it, from whose proportions it passes to its own
-            in its first `passage_steps` steps; None without a passage.
-        passage_steps: how many steps that takes.
+        data_before: the data of the stage before it, if it begins with a passage from the
+            proportions of that stage to its own; None without a passage.
+        passage_steps: how many steps the passage takes.
     """
 
     number: int
@@ -58,6 +58,7 @@ def training_stages(config: RunConfig) -> list[TrainingStage]:
     first_step = 0
     trained_before: tuple[tuple[str, ...], ...] = ()
     for number, settings in enumerate(config.stages):
+        # model_copy does not validate; `check_stages` has checked all stages when the run was read.
         changes = {
             "schedule": schedule_of(settings, config.schedule),
             "data": data_of(settings, config.data),

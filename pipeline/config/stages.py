@@ -33,18 +33,18 @@ _OF_DATA = ("sequence_length", "replay_fraction", "self_generated_fraction")
 
 
 class Stage(Section):
-    """One of the stages in which a run trains, in their order (docs/stages.md).
+    """A stage of the training (docs/stages.md).
 
-    What a stage does not set is as in `schedule` and `data`.
+    Settings that a stage leaves out are as in `schedule` and `data`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """name of the stage, of letters, digits, dots, dashes and underscores"""
     steps: PositiveInt
-    """number of optimizer steps; the stages' steps add up to schedule.steps"""
+    """number of optimizer steps; the steps of all stages add up to schedule.steps"""
     trains: Texts = []
-    """what trains of all that the method trains, by kind of block (`new_tokens`) or by pattern of
-    parameter names (`output.new_rows`); default: everything"""
+    """which of the method's parameters train, by kind of block (`new_tokens`) or by pattern of
+    parameter names (`output.new_rows`); default: all of them"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate; default: schedule.learning_rate"""
     decay: DecayShape | None = None
@@ -73,8 +73,8 @@ class Stage(Section):
     """share of the samples drawn from the corpora of role self_generated; default:
     data.self_generated_fraction"""
     passage_steps: NonNegativeInt = 0
-    """number of steps, at the beginning, over which the proportions of the corpora go along a line
-    from those of the stage before to those of this one"""
+    """number of the first steps over which the proportions of the corpora change linearly from
+    those of the stage before to those of this stage"""
 
 
 def schedule_of(stage: Stage, schedule: Schedule) -> Schedule:
@@ -112,12 +112,12 @@ def check_stages(stages: Sequence[Stage], schedule: Schedule, data: Data) -> Non
     """Checks that the stages of a run fit together, and that each setting has an effect.
 
     Raises:
-        ValueError: they do not; the message begins with the setting.
+        ValueError: they do not; the message begins with the name of the setting.
     """
     names = [stage.name for stage in stages]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"stages: two have the name {name}; give each its own")
+            raise ValueError(f"stages: two have the name {name}; give each another name")
     steps = sum(stage.steps for stage in stages)
     if steps != schedule.steps:
         raise ValueError(
@@ -154,8 +154,8 @@ def _check_passage(stage: Stage, before: Data | None, after: Data) -> None:
         raise ValueError(f"{setting}: no stage comes before the first one; remove it")
     if stage.passage_steps > stage.steps:
         raise ValueError(
-            f"{setting}: {stage.passage_steps} steps, but the stage has {stage.steps}; use at most "
-            "as many"
+            f"{setting}: found {stage.passage_steps}, expected at most the stage's "
+            f"{stage.steps} steps"
         )
     if proportions(before) == proportions(after):
         raise ValueError(

@@ -14,36 +14,36 @@ class ValidationSettings(Section):
     """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
-    """number of steps from one validation to the next; there is one at the start and at the end,
-    too"""
+    """number of steps from one validation to the next; there is also one at the start and one at
+    the end"""
     max_sequences: PositiveInt = 64
-    """most sequences that are scored of each held-out part"""
+    """largest number of sequences that are scored of each held-out part"""
     probe: CorpusName | None = None
     """corpus with a held-out part, of any role, on whose first held-out batch the drift from the
     base is measured; default: the first corpus of role replay"""
     prompts: list[str] = []
-    """texts that the model continues at each validation, each token the likeliest; the
-    continuations go to TensorBoard and the trackers"""
+    """texts that the model continues at each validation by greedy decoding; the continuations go to
+    TensorBoard and the trackers"""
     prompt_tokens: PositiveInt = 64
     """number of tokens by which each prompt is continued"""
     tasks: list[str] = []
-    """lm-eval's tasks that the model in training answers, with choices or written answers
-    (docs/evaluation.md)"""
+    """tasks of lm-eval, with choices or written answers, that the model is scored on during
+    training (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
-    """number of validations from one answering of the tasks to the next; the first and the last
-    step's validations have one, too"""
+    """number of validations from one with the tasks to the next; the first and the last validation
+    always have the tasks"""
     tasks_limit: PositiveInt | None = None
-    """most questions of each task, the first ones; default: all"""
+    """how many questions of each task are asked, the first ones; default: all"""
     few_shot: NonNegativeInt | None = None
     """solved examples before each question of a task; default: the task's own number"""
     tasks_folder: Path | None = None
-    """folder of your own tasks in lm-eval's format, whose Python code is run; default: none"""
+    """folder of further tasks in lm-eval's format, whose Python code is run; default: none"""
     stop_after: PositiveInt | None = None
-    """number of validations in a row without a lower nll_per_token on the new text, after which the
+    """number of validations in a row without a lower nll_per_token on the new text after which the
     run cools down and ends (docs/stability.md); default: the run ends with its schedule"""
     cool_down_steps: NonNegativeInt = 0
-    """steps over which the learning rate falls to its end before a run that `stop_after` stops
-    ends"""
+    """number of steps over which the learning rate falls to its final value in a run that
+    `stop_after` ends"""
 
     @model_validator(mode="after")
     def _settings_belong_together(self) -> ValidationSettings:

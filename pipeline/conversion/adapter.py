@@ -1,13 +1,15 @@
-"""`--format peft`: what LoRA trained, as an adapter that PEFT and vLLM load onto the base.
+"""`--format peft`: the trained factors of LoRA, as an adapter that PEFT and vLLM load.
 
-A folder of PEFT names the modules of transformers. Ours have one map each, and some families fuse
-several of them into one module: query, key and value of Phi-3 and GPT-NeoX. The adapter of such a
-module has the factors of all its maps beside each other, which is exact:
+A folder of PEFT names the modules of transformers. Our decoder has a module for each linear map,
+and some families of transformers fuse several maps into one module: query, key and value of Phi-3
+and GPT-NeoX. The adapter of such a module has the factors of all its maps beside each other, which
+is exact:
 
     A = [A_1; A_2; ...]                   [n * rank, in]
     B = diag(B_1, B_2, ...)               [out, n * rank], its rows in the order of the module's
 
-PEFT multiplies B A by lora_alpha / r: both are n times as large there, and the factor is the same.
+PEFT multiplies B A by lora_alpha / r. For such a module both are n times as large (rank_pattern,
+alpha_pattern), so that the factor is the same.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _Part = tuple[FusedPart | None, str]
 
 
 def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bool) -> str | None:
-    """Why what a method trained is no adapter of its base; None if it is."""
+    """Why a trained model cannot be exported as an adapter of its base; None if it can."""
     if not isinstance(settings, Lora):
         return f"method {settings.name} trains no adapters"
     if settings.has_own_weights:
@@ -59,7 +61,7 @@ def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bo
     if spec.mixture is not None:
         return "in a mixture of experts PEFT takes the names of our maps for those of experts too"
     if spec.residual is not None:
-        return "the base stores the channels that widened it at a scale, for which A and B are not"
+        return "the base stores the channels that widened it at another scale than A and B assume"
     return None
 
 
@@ -73,6 +75,7 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
     """
     settings = model.settings
     assert isinstance(settings, Lora), "checked"
+    # Our maps by the module of transformers that holds them: one each, or several that it fuses.
     modules: dict[HfTensor, list[_Part]] = {}
     for path in model.adapters:
         target = _target(path, model.spec)
@@ -96,6 +99,9 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
             PlannedTensor(f"{_PREFIX}{module}{_B}", shape_of_b, partial(_factor_b, model, parts))
         )
 
+    alphas: dict[str, float] = {}
+    for module, rank in ranks.items():
+        alphas[module] = settings.scale * rank
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -103,11 +109,12 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
         "r": settings.rank,
         "lora_alpha": settings.scale * settings.rank,
         "rank_pattern": ranks,
-        "alpha_pattern": {module: settings.scale * rank for module, rank in ranks.items()},
+        "alpha_pattern": alphas,
         "target_modules": _target_modules(list(modules), model.spec),
         "bias": "none",
         "lora_dropout": 0.0,
-        "fan_in_fan_out": False,  # PEFT corrects it for GPT-2's maps by their class
+        # GPT-2's Conv1D stores its weights transposed: PEFT corrects this entry by the class.
+        "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
         "use_rslora": False,
@@ -117,10 +124,10 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
 
 
 def _target(path: str, spec: DecoderSpec) -> HfTensor:
-    """The weights in transformers' model beside which the adapter at `path` stands."""
+    """The weights in transformers' model that the adapter at `path` of our model changes."""
     if not isinstance(spec, HostedSpec):
         return hf_tensor(path.removesuffix("adapter") + "base.weight", spec)
-    # layers.3.adapter.self_attn.q_proj
+    # Of a hosted base paths are such as layers.3.adapter.self_attn.q_proj.
     _, index, _, within = path.split(".", 3)
     structure = spec.structure
     layer = structure.layer_name(structure.layers[int(index)])
@@ -128,17 +135,23 @@ def _target(path: str, spec: DecoderSpec) -> HfTensor:
 
 
 def _target_modules(targets: list[HfTensor], spec: DecoderSpec) -> list[str]:
-    """The modules that get an adapter, as PEFT looks for them."""
-    modules = {target.name.removesuffix(".weight") for target in targets}
-    if isinstance(spec, HostedSpec):
-        # Their whole names: other modules of a layer may have the same last name.
-        return sorted(modules)
-    # Their last names: PEFT looks for these in every layer, where each has an adapter.
-    return sorted({module.rpartition(".")[2] for module in modules})
+    """The entry target_modules of adapter_config.json.
+
+    PEFT compares each entry with the whole name of a module, and with the end of its name.
+    """
+    names: set[str] = set()
+    for target in targets:
+        module = target.name.removesuffix(".weight")
+        if not isinstance(spec, HostedSpec):
+            # The last name: in a native family each module of that name has an adapter.
+            module = module.rpartition(".")[2]
+        # A hosted base may have other modules of the same last name: there the whole name is kept.
+        names.add(module)
+    return sorted(names)
 
 
 def _out_features(model: TrainedModel, parts: list[_Part]) -> int:
-    """The rows of the module, those of maps without an adapter too."""
+    """The rows of the module, with those of fused maps that have no adapter."""
     part, path = parts[0]
     if part is not None:
         return part.groups * part.group_rows
@@ -146,7 +159,7 @@ def _out_features(model: TrainedModel, parts: list[_Part]) -> int:
 
 
 def _factor_a(model: TrainedModel, parts: list[_Part]) -> Tensor:
-    """[n * rank, in]: A of each map of a module, below each other."""
+    """[n * rank, in]: A of each map of a module, one below the other."""
     return torch.cat([model.read(f"{path}.a") for _, path in parts])
 
 
@@ -156,7 +169,8 @@ def _factor_b(model: TrainedModel, parts: list[_Part]) -> Tensor:
     if first_part is None:
         return model.read(f"{first_path}.b")
     rank = model.shapes[f"{first_path}.a"][0]
-    # The rows of the module, by group (a head of GPT-NeoX; one group in Phi-3).
+    # Rows of the module are in groups: GPT-NeoX has query, key and value of a head beside each
+    # other, a group for each head. Phi-3 has one group. Each map has the same rows in every group.
     grouped = torch.zeros(first_part.groups, first_part.group_rows, len(parts) * rank)
     for place, (part, path) in enumerate(parts):
         assert part is not None, "all parts of a fused matrix are parts"
@@ -167,7 +181,7 @@ def _factor_b(model: TrainedModel, parts: list[_Part]) -> Tensor:
 
 
 def write_adapter(folder: Path, export: Export, base: Path) -> None:
-    """Writes the adapter into the existing `folder`, with the base's terms of use."""
+    """Writes the adapter into the existing `folder`, with the files of the base's terms of use."""
     tensors: dict[str, Tensor] = {}
     for planned in export.tensors:
         tensors[planned.name] = planned.make().to(export.dtype).contiguous()
@@ -178,6 +192,8 @@ def write_adapter(folder: Path, export: Export, base: Path) -> None:
 
 def load_with_adapter(base: Path, folder: Path, dtype: torch.dtype) -> Any:
     """The base as transformers loads it, with the adapter of `folder` as PEFT computes it.
+
+    PEFT itself is not needed: exports are verified where it is not installed.
 
     Raises:
         ConversionError: a file of the adapter is damaged, or names a module that the base lacks.

@@ -58,8 +58,8 @@ HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
 MIN_COUNT = 20
-"""How often a token occurs in the new texts that gets rows of its own in a difference, unless it is
-said."""
+"""Default of --min-count: a token that occurs at least so often in the corpora of role new has rows
+of its own in a difference."""
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
@@ -80,12 +80,12 @@ class Conversion:
         output: the folder to write.
         format: what to write; `auto` is `merged` where that can express the model.
         dtype: the type of the weights; None: the base's own.
-        gate: the folder of its gate; None: the export has none.
-        vocabulary: the folder of its extended vocabulary; None: where it was in training.
+        gate: the folder of the run's gate; None: the export has none.
+        vocabulary: the folder of the extended vocabulary; None: where it was in training.
         overwrite: whether anything at `output` may be replaced.
         purpose: what the export is for; it decides the scale at which a merged export stores added
             channels.
-        packing: how the format `difference` stores one.
+        packing: how the format `difference` stores the difference.
         packing_is_asked: whether the user chose `packing`, so that other formats are refused.
         tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
     """
@@ -129,24 +129,28 @@ def latest_conversion(config: RunConfig) -> Conversion:
 def packing_of(
     config: RunConfig | None, bits: int | None = None, min_count: int | None = None
 ) -> Packing:
-    """How the format `difference` stores that of a run; without a run with the rows of all tokens.
+    """How the format `difference` stores the difference of a run.
 
     Args:
-        config: the run, whose corpora of role new say which tokens are frequent.
+        config: the run, whose corpora of role new decide which tokens have rows of their own; None:
+            all tokens have.
         bits: of an element of a matrix within layers; None: 4.
-        min_count: how often a token with rows of its own occurs in them; None: 20; 0: all have
-            rows.
+        min_count: how often a token with rows of its own occurs in these corpora; None: 20; 0: all
+            tokens have rows.
 
     Raises:
         ConfigError: no token is as frequent.
         DataError: a corpus is not tokenized, or not by the run's tokenizer.
     """
-    packing = FOUR_BITS if bits is None else Packing(bits)
-    min_count = MIN_COUNT if min_count is None else min_count
-    is_gated = config is not None and config.gate is not None
-    if config is None or not is_gated or not isinstance(config.method, FullFineTuning):
+    packing = FOUR_BITS
+    if bits is not None:
+        packing = Packing(bits)
+    if min_count is None:
+        min_count = MIN_COUNT
+    if config is None or config.gate is None or not isinstance(config.method, FullFineTuning):
+        # No run, or a run that cannot be exported in this format: nothing is counted.
         return packing
-    if not min_count:
+    if min_count == 0:
         return packing
     own_tokens = frequent_tokens(
         config,
@@ -159,10 +163,14 @@ def packing_of(
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
-    """What an export is verified on: by corpus the held-out files, or else the inputs, and where
-    documents are in them.
+    """The texts that an export is verified on: of each corpus the held-out files, or else the
+    inputs.
 
-    Text that the base wrote has neither, and a corpus that came as tokens no text.
+    Self-generated corpora have no such files, and corpora that were imported as tokens no text.
+
+    Returns:
+        The files, by corpus.
+        Where documents are in them, by corpus.
     """
     inputs: dict[str, list[str]] = {}
     keys: dict[str, Keys] = {}
@@ -175,31 +183,36 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
 
 
 def run_texts(config: RunConfig) -> Iterator[str]:
-    """The beginnings of the texts that an export is verified on, on which tokenizers are
-    compared."""
+    """The beginnings of the texts that an export is verified on, to compare tokenizers."""
     sources, keys = run_sources(config)
     return texts_of(sources, keys)
 
 
 def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] = ()) -> bool:
-    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on
-    `texts`, too.
+    """Writes `conversion.output`, verified, completely or not at all.
 
-    Returns False, and writes nothing, if an equal request has already made it, with this version's
-    code.
+    Args:
+        conversion: the request.
+        make_probe: makes the texts on which the logits of export and trained model are compared.
+        texts: on which the ids of the export's tokenizer and of the run's are compared.
+
+    Returns:
+        Whether it was written. It is not if an equal request, by the same code, has written it.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or the gate is not fitted for it.
         BaseModelError: the base is missing or damaged, or another one than the checkpoint's.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, or has not what is asked for, or what
-            was written differs from it, or its tokenizer from that of training.
+        ConversionError: the format cannot express the model or an option, or the export differs
+            from the trained model, or its tokenizer from the run's.
     """
     output = conversion.output
     is_expansion = conversion.format == "expansion"
     if is_expansion and conversion.gate is not None:
         _logger.info(
-            "%s: without the gate; a run that trains this expansion further fits its own", output
+            "%s: written without the gate; a run that trains this expansion further fits a gate "
+            "of its own",
+            output,
         )
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
@@ -209,6 +222,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     if holds(kind, output) and _is_made_for(request, output / kind.record):
         return False
     check_replaceable(output, kind, overwrite=conversion.overwrite)
+    # Before anything is written: an export of a damaged checkpoint would be a wrong model.
     check = partial(check_file, model.manifest, conversion.checkpoint)
     for _ in in_threads(check, model.manifest.files):
         pass
@@ -230,8 +244,10 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
 
 
 def _request(conversion: Conversion) -> dict[str, Any]:
-    """What identifies a conversion: its inputs by their hashes, what is asked for, and the code of
-    this version.
+    """What identifies a conversion: the hashes of its inputs, its options, and the hashes of the
+    code that exports carry.
+
+    An export is made again where any of these changed.
     """
     gate_hash = None
     if conversion.gate is not None:
@@ -259,6 +275,7 @@ def _is_made_for(request: Mapping[str, Any], record: Path) -> bool:
 
 
 def _open(conversion: Conversion) -> TrainedModel:
+    """The trained model, with its gate and its vocabulary."""
     model = open_trained(conversion.checkpoint, conversion.base)
     if conversion.vocabulary is not None:
         model = model.with_tokenizer(conversion.vocabulary)
@@ -269,42 +286,41 @@ def _open(conversion: Conversion) -> TrainedModel:
     if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE):
         raise CheckpointError(
             f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the "
-            "stage gate "
-            "(scale-cpt gate) again"
+            "stage gate (scale-cpt gate) again"
         )
     return replace(model, gate=gate)
 
 
 def _check_options(conversion: Conversion, model: TrainedModel) -> None:
-    """Checks that what is asked for has an effect in the format that is written.
+    """Checks that each option has an effect in the format that is written.
 
     Raises:
-        ConversionError: it has none, or the model cannot leave in that format.
+        ConversionError: an option has none, or that format cannot express the model.
     """
     written = check_format(model, conversion.format)
     check_tp_size(model, written, conversion.tp_size)
     has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
     if has_purpose and written == "expansion":
         raise ConversionError(
-            f"{model.checkpoint}: --dtype and --for are about exports, found format expansion, "
-            "which holds what was added to the base as it trained; leave them out"
+            f"{model.checkpoint}: --dtype and --for are options of exports, found format "
+            "expansion, which stores the added blocks as they were trained; leave them out"
         )
     if conversion.packing_is_asked and written != "difference":
         raise ConversionError(
-            f"{model.checkpoint}: --bits and --min-count are about the format difference, found "
-            f"format {written} of method {model.settings.name}; leave them out"
+            f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
+            f"found format {written} of method {model.settings.name}; leave them out"
         )
 
 
 def _write_expansion(
     conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]
 ) -> None:
-    """Writes what was added to the base, from which a run can start."""
+    """Writes the blocks that were added to the base: another run can start from them."""
     assert isinstance(model.settings, ScaleMethod), "checked"
     run = model.manifest.run
     origin = {
         **record,
-        # The origin that `upscale` would write.
+        # The entries that `upscale` writes, too: training compares them with the run's.
         "base": source_of(model.base.path) or model.base.path.name,
         "base_hashes": model.base.hashes,
         "base_architecture": architecture_of(model.base.spec),
@@ -314,6 +330,7 @@ def _write_expansion(
         "own_tokens": run.own_tokens,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
+    # A generator: one tensor is in memory at a time.
     tensors = ((name, model.read_stored(name)) for name in names)
     write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)
 
@@ -332,12 +349,13 @@ def _write_export(
     if run.vocabulary is not None and tokenizer.fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was "
-            "trained with; put "
-            "that one back, or name its folder as --vocabulary"
+            "trained with; put that one back, or name its folder as --vocabulary"
         )
     is_adapter = conversion.format == "peft"
-    # Adapters train, and leave, in fp32; a server casts them to the type of its base.
-    dtype = conversion.dtype or (torch.float32 if is_adapter else model.base.dtype)
+    dtype = conversion.dtype
+    if dtype is None:
+        # Adapters are trained and stored in fp32; a server casts them to the type of its base.
+        dtype = torch.float32 if is_adapter else model.base.dtype
     export = choose_export(
         model,
         conversion.format,
@@ -348,10 +366,12 @@ def _write_export(
     )
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
-            "--for training is about merged folders: one in the format %s is alike for both",
+            "--for training has an effect on merged folders only: the format %s is the same for "
+            "serving and training",
             export.format,
         )
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
+    # The folder appears under its name at the end of the block, after its verification.
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         load: Loader = load_hf_model
         if is_adapter:
@@ -379,10 +399,10 @@ def _write_export(
         _logger.info("%s", describe(report))
     spec = model.base.spec
     is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False
-    # transformers ties those of a hosted base within the export.
+    # In the export of a hosted base transformers ties the two, whatever its config.json says.
     if is_untied and spec.is_native:
         _logger.info(
-            "%s: embedding and output are two matrices now, of which the base has one (%s values)",
+            "%s: embedding and output are two matrices now; the base ties them (%s values more)",
             output,
             f"{prod(model.shapes['embedding.base.weight']):,}",
         )
@@ -393,9 +413,11 @@ def _write_export(
 def _verified(
     model: TrainedModel, export: Export, folder: Path, probe: Probe, load: Loader
 ) -> Report:
-    """The comparison of what was written to `folder` with what trained."""
+    """The comparison of the export in `folder` with the trained model."""
     if export.format == "difference":
         return verify_difference(model, folder, probe, export.dtype)
+    stored_scale: float | None = None
     residual = export.config.get(RESIDUAL_KEY)
-    stored_scale = None if residual is None else residual["scale"]
+    if residual is not None:
+        stored_scale = residual["scale"]
     return verify(model, folder, probe, export.dtype, stored_scale, load)

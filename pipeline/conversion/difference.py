@@ -1,10 +1,15 @@
-"""`--format difference`: a base, and in few bits what full fine-tuning changed, for a model with a
-gate.
+"""`--format difference`: a base, and in few bits how full fine-tuning changed it, for a model with
+a gate.
 
-D = W' − W for every parameter: matrices within layers by groups of columns
-(`hf.remote_code.packed_difference`), gains and biases in 16 bits, and of embedding and output the
-rows of frequent tokens, with one row that all others share. The folder holds the base's weights and
-the code that adds the two, for `transformers`.
+With W a parameter of the base and W' the trained one, D = W' − W is stored for every parameter:
+
+- matrices within layers in 4, 8 or 16 bits an element, with a scale for each group of columns
+  (`hf.remote_code.packed_difference`);
+- gains and biases in 16 bits;
+- embedding and output in 16 bits, with a row for each frequent token, and one row that all other
+  tokens share.
+
+The folder holds the base's weights, too, and the code with which transformers adds D to them.
 """
 
 from __future__ import annotations
@@ -56,10 +61,10 @@ from pipeline.hf.remote_code.packed_difference import (
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 
 LOST = {4: 0.05, 8: 0.02, 16: 0.02}
-"""By bits: the largest KL(trained || exported) over open tokens, as a share of KL(trained ||
-base)."""
+"""By bits, the largest allowed KL(trained || exported) over open tokens, as a share of
+KL(trained || base): the loss by rounding, over what training changed."""
 _RENAMED = {"embed_out.weight": "lm_head.weight"}
-"""Tensors of a folder that transformers' modules call otherwise."""
+"""Names of tensors in files (GPT-NeoX), and of the parameters that transformers loads them into."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Packing:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells it from another one: there may be a hundred thousand ids."""
+        """What tells one packing from another, with a hash in place of up to 100,000 ids."""
         ids = hashlib.sha256(str(self.own_tokens).encode()).hexdigest()
         return {"bits": self.bits, "own_tokens": ids}
 
@@ -89,16 +94,17 @@ FOUR_BITS = Packing()
 class DifferenceReport(Report):
     """The contents of verification.json for a difference.
 
-    The texts are compared with the gate: by the base where it is closed, by the trained model where
-    it is open. `kl` is KL(trained || exported) over all open tokens.
+    Where the gate is closed, the export is compared with the base, and where it is open, with the
+    trained model. `kl` is KL(trained || exported) over all open tokens.
 
     Attributes:
         bits: of an element of a matrix within layers.
-        closed_tokens: the number of closed tokens, whose logits were compared with the base's; a
-            folder in which one is not equal to the bit is not kept.
-        open_tokens: the number of open tokens; all, with the gate held open, if none was.
+        closed_tokens: the number of closed tokens, whose logits were compared with the base's. If
+            one of them differs in any bit, the folder is not kept.
+        open_tokens: the number of open tokens. If the gate opened for none, all tokens count, with
+            the gate held open.
         kl_from_base: KL(trained || base) in nats a token, over the open tokens.
-        lost: `kl` as a share of that.
+        lost: `kl` as a share of `kl_from_base`.
     """
 
     bits: int = 4
@@ -148,10 +154,12 @@ def difference_export(model: TrainedModel, dtype: torch.dtype, packing: Packing)
             "--without-gate"
         )
 
-    # Of one parameter at a time: its codes and its scales are written one after the other.
+    # The codes and the scales of a parameter are written one after the other: a cache of one
+    # parameter computes both once, and holds no more than that.
     @lru_cache(maxsize=1)
     def tensors_of(name: str) -> Mapping[str, Tensor]:
-        # From W as it is stored: W + D is then W' but for the error of D alone.
+        # W is rounded to the type in which it is stored. Then W + D differs from W' by the error of
+        # D alone, and not also by the rounding of W.
         weight = base[name].make().to(dtype).float()
         difference = trained[name].make().float() - weight
         return _packed_tensors(modules[name], difference, own_tokens)
@@ -169,18 +177,23 @@ def difference_export(model: TrainedModel, dtype: torch.dtype, packing: Packing)
 
 
 def _part(tensors_of: Any, name: str, part: str) -> Tensor:
+    """One buffer of a packed parameter, such as its codes."""
     tensor: Tensor = tensors_of(name)[part]
     return tensor
 
 
 def _by_module_name(tensors: Sequence[PlannedTensor]) -> dict[str, PlannedTensor]:
-    """The tensors of a merged export, by the names that transformers' modules have for them."""
-    return {_RENAMED.get(planned.name, planned.name): planned for planned in tensors}
+    """The tensors of a merged export, by the names of transformers' parameters."""
+    named: dict[str, PlannedTensor] = {}
+    for planned in tensors:
+        named[_RENAMED.get(planned.name, planned.name)] = planned
+    return named
 
 
 def _modules(config: Mapping[str, Any], base: Path) -> dict[str, nn.Module]:
-    """The packed modules of every parameter of the base, by the parameter's name, on the meta
-    device.
+    """The module that stores the difference of each parameter of the base, by the parameter's name.
+
+    They are on the meta device: only the names, shapes and types of their buffers are used.
     """
     with (
         faults_of_library(f"{base}: --format difference: transformers", ConversionError),
@@ -188,6 +201,7 @@ def _modules(config: Mapping[str, Any], base: Path) -> dict[str, nn.Module]:
     ):
         made = DifferenceConfig(**config)
         modules = packed_modules(AutoModelForCausalLM.from_config(made.text_config), made)
+    # The names of submodules may have no dots: `escaped` writes slashes.
     return {name.replace("/", "."): module for name, module in modules.items()}
 
 
@@ -197,13 +211,17 @@ def _packed_tensors(
     """The values of a packed module's buffers."""
     if isinstance(module, PackedMatrix):
         codes, scales = packed(difference, module.bits)
-        return {"codes": codes} if scales is None else {"codes": codes, "scales": scales}
+        if scales is None:
+            # 16 bits an element need no scales.
+            return {"codes": codes}
+        return {"codes": codes, "scales": scales}
     if not isinstance(module, PackedRows):
+        # A gain or a bias.
         return {"codes": bits_of(difference)}
     own = torch.tensor(own_tokens)
     is_other = torch.ones(len(difference), dtype=torch.bool)
     is_other[own] = False
-    # The mean has the smallest squared error of all rows that the others could share.
+    # Of all rows that the other tokens could share, their mean has the smallest squared error.
     shared = difference.new_zeros(1, difference.shape[1])
     if is_other.any():
         shared = difference[is_other].mean(0, keepdim=True)
@@ -214,9 +232,9 @@ def _packed_tensors(
 
 
 def stored_sizes(export: Export) -> dict[str, Any]:
-    """What a difference takes on disk, for conversion.json.
+    """The sizes of a difference on disk, for conversion.json.
 
-    `stored_x` is what base and difference take together, over a base in 16 bits.
+    `stored_x` is the size of base and difference together, as a multiple of the base in 16 bits.
     """
     base = 0
     difference = 0
@@ -238,12 +256,15 @@ def stored_sizes(export: Export) -> dict[str, Any]:
 def verify_difference(
     model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype
 ) -> DifferenceReport:
-    """Compares what `transformers` makes of `folder` with the base, and with the trained model.
+    """Compares the export, as transformers loads it, with the base and with the trained model.
 
-    The gate's decisions must be those of training, but where rounding explains another. A closed
-    token's logits must be the base's, as transformers computes them, to the bit. Over the open
-    tokens, KL(trained || exported) may be LOST of KL(trained || base), or what rounding alone may
-    make.
+    Three things must hold:
+
+    - The export's gate decides as the trained model's does, except where rounding explains a
+      difference.
+    - The logits of closed tokens are the base's, as transformers computes them, to the bit.
+    - Over the open tokens, KL(trained || exported) is at most LOST times KL(trained || base), or
+      what rounding alone explains.
 
     Raises:
         ConversionError: one of these does not hold.
@@ -252,6 +273,8 @@ def verify_difference(
     windows = list(chain.from_iterable(probe.values()))
     gate = FixedGate.of(model.gate)
     untrained = replace(model, untrained=True, gate=None)
+    # Two passes over the base's stream: the first fixes the decisions, and both together tell how
+    # far rounding moves a score.
     for precision in (dtype, FINER[dtype]):
         decoder, _ = untrained.streamed(precision)
         tokens = nn.utils.rnn.pad_sequence(windows, batch_first=True)
@@ -261,11 +284,13 @@ def verify_difference(
 
     exported = load_hf_model(folder, dtype)
     original = load_hf_model(model.base.path, dtype)
+    # Of each window: the base's logits, the export's, those that it should have, and bool [S].
     of_base: list[Tensor] = []
     found: list[Tensor] = []
     expected: list[Tensor] = []
     opens: list[Tensor] = []
     handle = gate.fix_in(exported.token_gate, windows, str(folder))
+    # One window at a time, as the trained model ran them: a batch would choose other kernels.
     for number, window in enumerate(windows):
         text = window.unsqueeze(0)
         logits = exported(text, use_cache=False).logits[0]
@@ -274,8 +299,8 @@ def verify_difference(
         is_open |= gate.opens_id(window)
         if not torch.equal(logits[~is_open], base_logits[~is_open]):
             raise ConversionError(
-                f"{folder}: where the gate is closed, its logits are not the base's to the bit; "
-                "not kept: report it"
+                f"{folder}: where the gate is closed, the export's logits are not the base's to "
+                "the bit; not kept: report it"
             )
         opens.append(is_open)
         of_base.append(base_logits.float())
@@ -287,8 +312,11 @@ def verify_difference(
     if not any(is_open.any() for is_open in opens):
         # Nothing opens: the difference is checked on all tokens, with the gate held open.
         exported.token_gate.threshold = -torch.inf
-        opens = [torch.ones_like(is_open) for is_open in opens]
-        found = [exported(window.unsqueeze(0), use_cache=False).logits[0] for window in windows]
+        opens = []
+        found = []
+        for window in windows:
+            opens.append(torch.ones_like(window, dtype=torch.bool))
+            found.append(exported(window.unsqueeze(0), use_cache=False).logits[0])
 
     kl = _mean_kl(trained, found, opens)
     from_base = _mean_kl(trained, of_base, opens)
@@ -328,24 +356,29 @@ def _mean_kl(
 
 
 def _check_lost(report: DifferenceReport, granted: LogitDifference, folder: str) -> None:
-    """Raises ConversionError if more of what was learned is lost than the bits explain."""
+    """Checks that the export loses no more of what was trained than its bits explain.
+
+    Raises:
+        ConversionError: it loses more.
+    """
     by_bits = LOST[report.bits] * report.kl_from_base
     most = max(by_bits, granted.kl, ROUNDINGS * report.rounding.kl)
     if not report.kl <= most:  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: where it is open it differs from the trained model by {report.kl:.3g} nats "
-            f"a token, expected at most {most:.3g}, {LOST[report.bits]:.0%} of what training "
-            "changed; not kept: take more --bits, or a smaller --min-count"
+            f"{folder}: on open tokens the export differs from the trained model by "
+            f"{report.kl:.3g} nats a token, expected at most {most:.3g}, "
+            f"{LOST[report.bits]:.0%} of what training changed; not kept: take more --bits, or a "
+            "smaller --min-count"
         )
 
 
 def describe_difference(report: DifferenceReport) -> str:
-    """What was found, for the log."""
-    closed = f"closed text is the base's to the bit ({report.closed_tokens:,} tokens)"
+    """The result of the verification, for the log."""
+    closed = f"closed tokens have the base's logits to the bit ({report.closed_tokens:,} tokens)"
     if report.closed_tokens == 0:
-        closed = "closed text was not compared with the base's, as the gate opens for every token"
+        closed = "no closed token was compared with the base, as the gate opens for every token"
     return (
-        f"verified in {report.dtype}: {closed}; of what training "
-        f"changed in open text, {report.bits} bits lose {100 * report.lost:.2g} % (KL "
-        f"{report.kl:.2g} of {report.kl_from_base:.2g} nats a token)"
+        f"verified in {report.dtype}: {closed}; {report.bits} bits lose {100 * report.lost:.2g} % "
+        f"of what training changed on open tokens (KL {report.kl:.2g} of "
+        f"{report.kl_from_base:.2g} nats a token)"
     )

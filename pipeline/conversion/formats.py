@@ -1,5 +1,6 @@
-"""Which formats can express a model, and what the format `scale` writes. `merged` has a module of
-its own.
+"""Which formats can express a model, and the contents of the format `scale`.
+
+Other formats have modules of their own: `merged`, `difference`, `adapter` (peft), `hosted_export`.
 """
 
 from __future__ import annotations
@@ -35,35 +36,46 @@ from pipeline.scale.plan import ExpansionPlan, added_widths
 def unsupported_reason(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
-    """Why a model cannot leave in each format; None where it can."""
-    unwidened = f"method {settings.name} widens nothing" if added_widths(plan) is None else None
-    scale = unwidened
-    if plan is not None and plan.own is not None:
-        scale = None
-        is_plain = unwidened is not None and plan.own.tokens is None
-        if not gated and is_plain:
-            scale = f"{unwidened}, and has no gate"
-        elif not gated:
-            scale = (
-                "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and "
-                "this model has no gate (leave --without-gate out)"
-            )
+    """By format, why it cannot express a trained model; None where it can."""
+    unwidened: str | None = None
+    if added_widths(plan) is None:
+        unwidened = f"method {settings.name} widens nothing"
     merged = merged_unsupported_reason(plan, spec, gated=gated)
     if plan is None and gated:
         merged = "a gate decides for each token (--without-gate leaves it out)"
     return {
         "merged": merged,
-        "scale": scale,
+        "scale": _scale_unsupported_reason(plan, unwidened, gated=gated),
         "difference": _difference_unsupported_reason(settings, spec, gated=gated),
         "expansion": unwidened,
         "peft": adapter_unsupported_reason(settings, spec, gated=gated),
     }
 
 
+def _scale_unsupported_reason(
+    plan: ExpansionPlan | None, unwidened: str | None, *, gated: bool
+) -> str | None:
+    """Why a model cannot be exported in the format `scale`; None if it can.
+
+    unwidened: the reason if the method adds no widths.
+    """
+    if plan is None or plan.own is None:
+        return unwidened
+    if gated:
+        # Weights of open tokens' own need no widths: LoRA under a gate has none.
+        return None
+    if unwidened is not None and plan.own.tokens is None:
+        return f"{unwidened}, and has no gate"
+    return (
+        "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this model "
+        "has no gate (leave --without-gate out)"
+    )
+
+
 def _difference_unsupported_reason(
     settings: Method, spec: DecoderSpec, *, gated: bool
 ) -> str | None:
-    """Why a model cannot leave as its base and a difference of all parameters; None if it can."""
+    """Why a model cannot be exported as its base and a packed difference; None if it can."""
     if not isinstance(settings, FullFineTuning):
         return f"method {settings.name} does not train every parameter of the base"
     if not gated:
@@ -80,7 +92,7 @@ def _difference_unsupported_reason(
 
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
-    """The formats in which a model can leave, and the reasons against the others, in one line."""
+    """The formats that can express a model, and the reasons against the others, in one line."""
     supported: list[str] = []
     refused: list[str] = []
     for format, reason in reasons.items():
@@ -92,8 +104,10 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 
 
 def auto_format(reasons: Mapping[Exported, str | None]) -> Exported:
-    """What format `auto` stands for: `merged` if that can express the model, else `difference`,
-    else `scale`; `reasons` are those of `unsupported_reason`.
+    """The format that `auto` stands for: the first of merged, difference and scale that can express
+    the model; scale if none can.
+
+    reasons: from `unsupported_reason`.
     """
     preferred: tuple[Exported, ...] = ("merged", "difference")
     for format in preferred:
@@ -110,9 +124,15 @@ def choose_export(
     tp_size: int = 1,
     packing: Packing = FOUR_BITS,
 ) -> Export:
-    """The folder's contents; see `check_format`. `packing` is of the format `difference`.
+    """The contents of the exported folder.
 
-    `tp_size`: how many GPUs a merged model is padded for.
+    Args:
+        model: the trained model.
+        format: see `check_format`.
+        dtype: the type of the weights.
+        purpose: of a merged export.
+        tp_size: how many GPUs a merged export is padded for.
+        packing: how the format `difference` stores the difference.
 
     Raises:
         ConversionError: `format` cannot express the model, or it is not to be padded.
@@ -144,10 +164,10 @@ def check_tp_size(model: TrainedModel, written: Exported, tp_size: int) -> None:
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for.
+    """The format that is written where `format` is asked for.
 
     Raises:
-        ConversionError: the model cannot leave in that format.
+        ConversionError: it cannot express the model.
     """
     reasons = unsupported_reason(
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
@@ -156,15 +176,15 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         format = auto_format(reasons)
     if reasons[format] is not None:
         raise ConversionError(
-            f"{model.checkpoint}: cannot leave as --format {format}, but as "
+            f"{model.checkpoint}: cannot be exported with --format {format}, but with "
             f"{describe_formats(reasons)}"
         )
     return format
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any SCALE model: its tensors as they trained, and the files of code that run them in
-    `transformers`.
+    """Any SCALE model: its tensors as they were trained, and the files of code with which
+    transformers runs them.
     """
     assert model.plan is not None, "checked before"
     config: dict[str, Any] = {
@@ -181,8 +201,9 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     }
     config |= text_token_ids(base_config(model.base.path))
 
-    tensors = []
+    tensors: list[PlannedTensor] = []
     for name, shape in model.shapes.items():
+        # Read when it is written: the model is never whole in memory.
         tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
     tensors += own_row_tables(model.own_row_of)
     if model.gate is not None:

@@ -1,5 +1,5 @@
-"""The export of a model on a hosted base: the base as transformers loads it, the expansion, and
-code that joins them."""
+"""The format `scale` on a hosted base: the base's weights as transformers loads them, the
+expansion, and the code that runs both."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.scale.plan import ExpansionPlan, Widths, added_widths
 
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
-"""What types call these ids: `image_token_id`, in older ones `image_token_index`."""
+"""Names of these ids in config.json: `image_token_id`, in older model types `image_token_index`."""
 
 
 def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """The folder's contents; the base is in memory whole until they are written."""
+    """The contents of the exported folder. The whole base is in memory until they are written."""
     assert isinstance(model.base, HostedFolder) and model.plan is not None, "its caller has seen it"
     spec = model.base.spec
     code = f"modeling_scale_hosted.{HostedScaleForCausalLM.__name__}"
@@ -41,6 +41,7 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "AutoModelForCausalLM": code,
     }
     if spec.structure.model_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        # So that programs that ask for a model with pictures find this one.
         auto_map["AutoModelForImageTextToText"] = code
     config = {
         "architectures": [HostedScaleForCausalLM.__name__],
@@ -61,7 +62,7 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     tensors: list[PlannedTensor] = []
     whole = model.base.whole(dtype)
     for name, tensor in whole.state_dict().items():
-        # Some stay in fp32, as transformers loads them.
+        # With its own dtype: transformers keeps some in fp32 in a model of 16 bits.
         make = partial(_itself, tensor)
         tensors.append(PlannedTensor(f"base.{name}", tuple(tensor.shape), make, tensor.dtype))
     for name, parameter in named_trained_parameters(model.structure):
@@ -75,7 +76,9 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
 
 
 def _base_config(spec: HostedSpec) -> dict[str, Any]:
-    """The base's config.json; its weights are written as they were trained beside, dequantized."""
+    """The base's config.json without quantization: its weights are written dequantized, as
+    training read them.
+    """
     config = dict(spec.config)
     config.pop("quantization_config", None)
     return config
@@ -118,13 +121,17 @@ def _sizes(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
 
 
 def _own_weights(plan: ExpansionPlan) -> dict[str, Any]:
-    """The entries of config.json for weights of open tokens' own; none without them."""
+    """The entries of config.json for weights that only open tokens read; none without them."""
     own = plan.own
     if own is None:
         return {}
+    rows = 0
+    if own.tokens is not None:
+        # The last row is shared by all tokens without a row of their own.
+        rows = len(own.tokens) + 1
     return {
         "own_first_layer": own.first_layer,
-        "own_rows": 0 if own.tokens is None else len(own.tokens) + 1,
+        "own_rows": rows,
         "own_gains": own.gains,
         "own_rank": own.low_rank,
         "own_scale": own.low_rank_scale,
@@ -132,12 +139,13 @@ def _own_weights(plan: ExpansionPlan) -> dict[str, Any]:
 
 
 def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
-    """Beside which modules of the base the blocks stand, as the exported code reads it."""
+    """Which modules of the base have blocks of the expansion beside them, for the exported code."""
     structure = spec.structure
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(structure.layers):
         blocks: list[dict[str, Any]] = []
-        beside = () if plan.expansion is None else layer.blocks
+        # LoRA under a gate has weights of open tokens' own, and no blocks.
+        beside = layer.blocks if plan.expansion is not None else ()
         for added, block in zip(block_names(beside), beside, strict=True):
             blocks.append(
                 {

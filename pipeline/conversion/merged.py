@@ -1,29 +1,32 @@
 """`--format merged`: a model of the base's own class, which any server loads with no code of ours.
 
-Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values,
-LLaMA Pro adds layers, LoRA's adapters are merged. What tokens have of their own where a gate opens
-them is added to the base's weights: every token counts as open, as in training. Own rows of
-embedding and output are two matrices, so the two are then no longer tied. With an expansion, it is
-an ordinary wider model: the four blocks of a linear map fuse into one matrix. That leaves the norm:
-with `norm: base` both streams are divided by the root mean square of `x` alone, while an ordinary
-RMSNorm takes it over the whole residual stream. So the new part of that stream is stored scaled by
-a power of two s (which is exact), small enough to vanish in the mean square, and the gains undo it.
-Other tools cannot train weights as small as those for serving in fp32: for training s is larger.
-With D the base's width and D' the whole:
+**Without an expansion** it has the base's tensors: full fine-tuning and Freeze change their values,
+LLaMA Pro adds layers, and LoRA's adapters are merged. Weights that only open tokens read are added
+to the base's weights, so that every token counts as open, as in training. Own rows of embedding and
+output are two matrices: the two are then no longer tied.
+
+**With an expansion** it is an ordinary wider model: the four blocks of a linear map become one
+matrix. The norms differ, however. With `norm: base` both streams are divided by the root mean
+square of `x` alone, while an ordinary RMSNorm takes it over the whole residual stream. So the added
+part of that stream is stored times a power of two s, which is exact. s is so small that the added
+part vanishes in the mean square, and the gains undo it. Other tools cannot train weights that are
+as small as for serving in fp32: for training s is larger. With D the base's width and D' the whole:
 
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
     eps     times D / D'
 
-Norms after attention and FFN (EXAONE 4) leave the new part scaled by s: their gains are times √(D /
-D') only, and the maps that read the stream, with no norm before them, are times 1 / s in the new
-columns. A norm of each query and key head shares eps, so these maps are times √(D / D') in fp32; in
-16 bits rounding them would cost more than that eps.
+Norms after attention and FFN (EXAONE 4) leave the added part scaled by s: their gains are times
+√(D / D') only, and the maps that read the stream, with no norm before them, are times 1 / s in the
+added columns. The norms of query and key heads have the same eps, which config.json holds once and
+which is times D / D' here. So in fp32 the maps before them are times √(D / D'), which gives the
+same result; in 16 bits the rounding of these maps would cost more than the wrong eps does.
 
 In a mixture with a shared expert (GLM-4-MoE) the expansion's FFN becomes more inner width of that
-expert, which every token takes; the router and the other experts read no added channel. W21 reads
-the sum of all experts. As it is linear, each writes its own part: below its down map W stands W21
-W. The shared expert's width is a multiple of an expert's, so zeros fill it up.
+expert, which every token takes. The router and the other experts read no added channel. W21 reads
+the sum of all experts. As it is linear, each expert can write its own part of W21's result: the
+rows W21 W are added below its down map W. The shared expert's width must be a multiple of an
+expert's; zeros fill it up.
 
 If the base was widened before, the channels added then are stored in the same way. config.json says
 which channels are scaled, and s, so that training can undo it
@@ -53,8 +56,8 @@ from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_
 from pipeline.scale.plan import Widths, added_widths
 
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
-# Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's
-# and the output's.
+# Row and column of each block in the fused matrix (SCALE, Eq. 1). `expansion` is the added block of
+# embedding and output, which have new columns only.
 _BLOCK_POSITIONS = {
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
@@ -66,10 +69,16 @@ _BLOCK_POSITIONS = {
 def merged_export(
     model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving", tp_size: int = 1
 ) -> Export:
-    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the
-    base's family allows.
+    """The contents of the exported folder.
 
-    A wider model has zeros in what its heads and channels lack to be split over `tp_size` GPUs.
+    It is for any model without an expansion, and for Preserve and Adapt trained with `norm: base`
+    on a family that allows it.
+
+    Args:
+        model: the trained model.
+        dtype: the type of the weights.
+        purpose: decides the scale at which added channels are stored.
+        tp_size: how many GPUs a wider model can be split over; zeros fill up heads and channels.
     """
     scale = scale_in(dtype, for_training=purpose == "training")
     added = added_widths(model.plan)
@@ -95,7 +104,7 @@ def merged_export(
         RESIDUAL_KEY: asdict(residual),
         **mixture_entries,
     }
-    # For its names and shapes alone.
+    # On the meta device: it is built for the names and shapes of its parameters.
     with torch.device("meta"):
         ordinary = Decoder(replace(spec, widths=wider, mixture=mixture, tie_word_embeddings=False))
     tensors: dict[str, PlannedTensor] = {}
@@ -123,28 +132,28 @@ class _Fusion:
     normed_share: float
 
     def fused(self, name: str, shape: torch.Size) -> Tensor:
-        """Zeros of `shape`, in which the base parameter `name` and each block beside it have a
-        corner.
+        """The ordinary parameter `name` of shape `shape`: the base's values and the blocks beside
+        them, each in its corner.
         """
         base = open_weight(self.model, name, self.dtype)
         parts = {(0, 0): base, **_blocks_beside(self.model, name, base)}
-        # What no block fills stays zero: there W12 of preservation layers would be.
+        # Zeros where there is no block: preservation layers have no W12.
         values = torch.zeros(shape, dtype=self.dtype)
         for (row, column), part in parts.items():
             if base.dim() == 1:
-                # In a bias or gain, what is added comes second.
-                start = [0 if row == column == 0 else base.shape[0]]
+                # A bias or gain: the added values come after the base's.
+                start = [0] if (row, column) == (0, 0) else [base.shape[0]]
             else:
-                # The matrices of all experts are one tensor, of which the last two dimensions are
-                # widened.
+                # The last two dimensions are widened. A tensor of all experts has one more before
+                # them.
                 rows, columns = base.shape[-2:]
                 start = [0] * (base.dim() - 2) + [row * rows, column * columns]
-            corner = []
+            corner: list[slice] = []
             for first, size in zip(start, part.shape, strict=True):
                 corner.append(slice(first, first + size))
             if self._takes_root(name):
-                # The root mean square over D' channels is √(D / D') of that over D, where the
-                # added ones are nearly 0.
+                # Where the added channels are nearly 0, the root mean square over all D' channels
+                # is √(D / D') times the one over D.
                 part = part.float() * math.sqrt(self.normed_share)
             values[tuple(corner)] = part
         return self.residual.store(name, values)
@@ -160,8 +169,9 @@ class _Fusion:
 
 
 def _wider_mixture(spec: DecoderSpec, added: Widths) -> tuple[MixtureSpec | None, dict[str, int]]:
-    """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in
-    config.json.
+    """The mixture of the ordinary model, and its entry in config.json.
+
+    Its shared expert holds the expansion's FFN.
     """
     mixture = spec.mixture
     entry = family_of(spec).shared_experts
@@ -174,8 +184,12 @@ def _wider_mixture(spec: DecoderSpec, added: Widths) -> tuple[MixtureSpec | None
 
 
 def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[int, int], Tensor]:
-    """The blocks beside `base`, the values of the base parameter `name`, by their places in the
-    fused matrix.
+    """The blocks beside a base parameter, by row and column in the fused matrix.
+
+    Args:
+        model: the trained model.
+        name: the base parameter.
+        base: its values.
     """
     stem, _, kind = name.partition(".base")
     if kind.startswith((".experts.", ".router.", ".shared.")):
@@ -192,9 +206,13 @@ def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[i
 def _blocks_beside_experts(
     model: TrainedModel, path: str, module: str, base: Tensor
 ) -> dict[tuple[int, int], Tensor]:
-    """The blocks beside a map of the mixture: of `module` `router`, `experts` or `shared`.
+    """The blocks beside a map of a mixture, as `_blocks_beside`.
 
-    path: that of the expansion's map, such as `layers.0.ffn.down`.
+    Args:
+        model: the trained model.
+        path: the expansion's map, such as `layers.0.ffn.down`.
+        module: `router`, `experts` or `shared`.
+        base: the values of the base parameter.
     """
     is_down = path.endswith(".down")
     if module == "router" or (module == "experts" and not is_down):
@@ -205,7 +223,7 @@ def _blocks_beside_experts(
         if name in model.shapes:
             blocks[place] = model.read(name).float()
     if is_down:
-        # W21 reads the sum of all experts: each writes its own part, W21 W.
+        # W21 (Σ p_e W_e h_e) = Σ p_e (W21 W_e) h_e: each expert writes its own part.
         to_expansion = blocks[1, 0]
         blocks[1, 0] = to_expansion @ base.float()
         if (0, 1) in blocks:
@@ -216,15 +234,17 @@ def _blocks_beside_experts(
 
 
 def _stored(model: TrainedModel, tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
-    """The tensors as the base's folder names and fuses them; given are those of our base
-    parameters, by name.
+    """The tensors as the base's folder names and fuses them.
+
+    tensors: our base parameters, by name.
     """
     targets: dict[HfTensor, list[tuple[FusedPart | None, PlannedTensor]]] = {}
     for name, planned in tensors.items():
         target = hf_tensor(name, model.spec)
         targets.setdefault(replace(target, part=None), []).append((target.part, planned))
 
-    # Of one map at a time: the matrices of its experts are written one after the other.
+    # The matrices of the experts of a map are written one after the other: a cache of one map makes
+    # their tensor once, and holds no more than that.
     @lru_cache(maxsize=1)
     def of_all_experts(planned: PlannedTensor) -> Tensor:
         return planned.make()
@@ -260,7 +280,7 @@ def _sum_of_three(name: str, planned: PlannedTensor) -> PlannedTensor:
 def _fused_parts(
     name: str, parts: Sequence[tuple[FusedPart | None, PlannedTensor]]
 ) -> PlannedTensor:
-    """The matrix in which the base's folder fuses several of ours, such as query, key and value."""
+    """The matrix into which the base's folder fuses several maps, such as query, key and value."""
     by_index: dict[int, PlannedTensor] = {}
     groups = 1
     for part, planned in parts:
@@ -277,7 +297,7 @@ def _fused_parts(
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> Export:
-    """The base's own tensors as open tokens read them, with the layers that were added."""
+    """The contents of the folder of a model without an expansion."""
     unties = model.spec.tie_word_embeddings and model.own_row_of is not None
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
@@ -302,7 +322,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
         if is_base(name):
             tensors[name] = PlannedTensor(name, shape, partial(values, name))
     if unties:
-        # A tied output is no parameter of its own, and is now another matrix than the embedding.
+        # A tied output is no parameter of its own, but own rows make it a matrix of its own.
         shape = model.shapes["embedding.base.weight"]
         tensors["output.base"] = PlannedTensor("output.base", shape, partial(values, "output.base"))
     return Export("merged", config, _stored(model, tensors), dtype)
@@ -311,8 +331,9 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
 def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
     """The whole base parameter `name` as open tokens read it, for a model in `dtype`.
 
-    That is W + s B A of a linear map, and the sum of base and own gains or rows; in fp32 where
-    there is such a difference, and else as published or trained.
+    That is W + s B A for a linear map with an adapter, and the sum of the base's and the open
+    tokens' own values for gains and rows. Such sums are in fp32; other parameters are as published
+    or trained.
     """
     weight = model.read(name)
     path = name.removesuffix("base.weight") + "adapter"
@@ -325,8 +346,8 @@ def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
         return weight.float() + model.read(own_gain)
     own_row_of = model.own_row_of
     if own_row_of is not None and name == "embedding.base.weight":
-        # They are added to x behind the factor on the embedding, which is rounded to the weights'
-        # type (`Decoder._embedded`).
+        # The decoder adds own rows to x after it multiplied the embedding by a factor (Gemma). The
+        # factor is rounded to the weights' type: see `Decoder._embedded`.
         factor = torch.tensor(model.spec.embedding_scale, dtype=dtype).item()
         return weight.float() + own_row_of.spread(model.read(OWN_INPUT)) / factor
     if own_row_of is not None and name == "output.base":
@@ -335,10 +356,13 @@ def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:
-    """How an export whose added channels have this `scale` stores the residual stream of a base
-    that stores it so.
+    """How an export stores the residual stream of a base that was widened before.
 
     A smaller scale than the base's own would change what its norms compute.
+
+    Args:
+        residual: how the base stores it; None: it was not widened.
+        scale: the scale of the export's added channels.
     """
     if residual is None:
         return None

@@ -1,8 +1,8 @@
 """The model card of an export.
 
-It says what the export is made of, under which terms, how it was trained, and what was measured.
-The hub reads its front matter. What that says of the base comes from the base's own card, which a
-stranger may have written: only plain values of known fields are taken.
+It names the base, the terms of use, the training, and the figures that were measured. The hub reads
+its front matter, which takes entries from the base's own card. A stranger may have written that
+card: only plain values of known fields are taken.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pipeline.scale.plan import added_widths
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
 """The modules of a gated export that adapters may change: its closed text does not depend on them.
 """
+# Values of a stranger's card: a line break in one could add entries to the front matter.
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 
@@ -43,7 +44,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     position = model.manifest.position
     base_name = base_hub_name(model)
     corpora, _ = _corpora(model.manifest)
-    figures = []
+    figures: list[tuple[object, ...]] = []
     for name, text in report.texts.items():
         figures.append((name, text.tokens, text.training_perplexity, text.exported_perplexity))
     paragraphs = [
@@ -115,12 +116,16 @@ def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
     _, sources = _corpora(model.manifest)
     languages: list[str | None] = []
     stated = card.get("language")
-    for language in stated if isinstance(stated, list) else [stated]:
+    if not isinstance(stated, list):
+        # A card may name one language without a list.
+        stated = [stated]
+    for language in stated:
         if isinstance(language, str) and _LANGUAGE.fullmatch(language):
             languages.append(language)
     languages += [source.get("language") for source in sources]
     return ModelCardData(
         base_model=base_name,
+        # None without a name: there is no base on the hub to be related to.
         base_model_relation=base_name and relation,
         language=_each_once(languages),
         datasets=_each_once(source.get("dataset") for source in sources),
@@ -149,6 +154,7 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
     if export.format == "difference":
         settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
+    if export.config.get("own_rows"):
         settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
     widths = added_widths(model.plan)
     if widths is not None:
@@ -160,43 +166,43 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
 
 
 def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
-    """The section on what other tools must know before they train the folder; empty if that is
-    nothing.
-    """
+    """The section for users who train the folder with other tools; empty if nothing is special."""
     heading = "## Training it further"
-    if sentences := on_stored_scale(export):
-        return [
-            heading,
-            " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences),
-        ]
+    sentences = on_stored_scale(export)
+    if sentences:
+        text = ""
+        for sentence in sentences:
+            text += f" {sentence[0].upper()}{sentence[1:]}."
+        return [heading, text.lstrip()]
     if model.gate is None:
         return []
     if export.format == "difference":
         return [
             heading,
-            "This folder is for inference. Closed text is the base's to the last bit, and open "
-            f"text that of the trained weights, of whose difference {export.config['bits']} bits "
-            "an element are stored. Train the run further, and convert it again.",
+            "This folder is for inference. Closed tokens get the base's logits to the last bit. "
+            "Open tokens get those of the trained weights, whose difference from the base is "
+            f"stored in {export.config['bits']} bits an element. To train further, continue the "
+            "run, and convert it again.",
         ]
     if added_widths(model.plan) is None:
         return [
             heading,
-            "Text for which the gate stays shut remains the base's to the last bit as long as only "
-            "the parameters named `adapter`, `own`, `own_rows` and `own_input` change.",
+            "Text for which the gate stays closed remains the base's to the last bit as long as "
+            "only the parameters named `adapter`, `own`, `own_rows` and `own_input` change.",
         ]
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,
-        "Text for which the gate stays shut remains the base's to the last bit as long as only the "
-        "expansion's blocks change. With LoRA these are:",
+        "Text for which the gate stays closed remains the base's to the last bit as long as only "
+        "the expansion's blocks change. With LoRA these are:",
         f"```python\nLoraConfig(target_modules=[{targets}])\n```",
         'Adapters on all linear maps (`"all-linear"`) change the base\'s own, and so every text.',
     ]
 
 
 def on_stored_scale(export: Export) -> list[str]:
-    """Whether other tools can train an export that stores added channels at a small scale; empty if
-    it has none.
+    """Sentences on whether other tools can train an export that stores added channels at a small
+    scale; none for other exports.
     """
     residual = export.config.get(RESIDUAL_KEY)
     if residual is None:
@@ -206,29 +212,34 @@ def on_stored_scale(export: Export) -> list[str]:
     if scale < scale_in(export.dtype, for_training=True):
         return [
             f"{stored}, for serving: training by any other tool than scale-cpt destroys the model "
-            "in its first step, "
-            "as AdamW moves a weight by about the learning rate, however small the weight is",
+            "in its first step, as AdamW moves a weight by about the learning rate, however small "
+            "the weight is",
             "for such training, convert the checkpoint with --for training, or in 16 bits",
         ]
     return [f"{stored}: other tools can train this folder, with a learning rate of at most 1e-4"]
 
 
 def add_to_card(folder: Path, heading: str, text: str) -> None:
-    """Ends the card of the export in `folder` with a section, in place of an earlier one of that
-    heading.
+    """Adds a section to the end of the card in `folder`.
+
+    An earlier section of that heading is removed, with all that follows it.
     """
     card = read_text(folder / CARD, ConversionError).partition(f"\n## {heading}\n")[0].rstrip()
     write_text(folder / CARD, f"{card}\n\n## {heading}\n\n{text}\n")
 
 
 def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the front matter on the base's licence."""
+    """The entries of the front matter on the base's licence.
+
+    They are the base card's. Without a licence there, a licence file of the base is named.
+    """
     files = terms_in(base)
     found: dict[str, str] = {}
     for name in ("license", "license_name", "license_link"):
         text = card.get(name)
         if isinstance(text, str) and _ONE_LINE.fullmatch(text):
             found[name] = text
+    # A relative link is kept only to a file that is copied into the export.
     link = found.get("license_link", "")
     if link not in files and not link.startswith("https://"):
         found.pop("license_link", None)
@@ -243,7 +254,7 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
 def _corpora(
     manifest: CheckpointManifest,
 ) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
-    """A row for each corpus that trained, and what the run's configuration says of its source."""
+    """A row for each corpus that was trained on, and its `source` in the run's configuration."""
     rows: list[tuple[str, ...]] = []
     sources: list[dict[str, str]] = []
     for name, corpus in manifest.run.data["corpora"].items():
@@ -265,17 +276,20 @@ def _corpora(
 
 
 def _use_of(name: str, role: str, manifest: CheckpointManifest) -> str | None:
-    """In which role a corpus trained, and the share of the samples that its role had: in each stage
-    of a run in stages; None if it did not train."""
+    """The role of a corpus, and the share of the samples that its role had, by stage if the stages
+    differ; None if it was not trained on."""
     shares = _shares(name, role, manifest)
-    trained = {stage: share for stage, share in shares.items() if share > 0}
-    if not trained:
+    if not any(shares.values()):
         return None
     what = "new text" if role == "new" else role
     is_alike = len(set(shares.values())) == 1
     parts: list[str] = []
-    for stage, share in trained.items():
-        part = "" if role == "new" else f"{100 * share:.3g} % of the samples"
+    for stage, share in shares.items():
+        if share == 0:
+            continue
+        part = ""
+        if role != "new":
+            part = f"{100 * share:.3g} % of the samples"
         if not is_alike:
             part = f"{part} in stage {stage}".lstrip()
         if part and part not in parts:
@@ -284,27 +298,40 @@ def _use_of(name: str, role: str, manifest: CheckpointManifest) -> str | None:
 
 
 def _shares(name: str, role: str, manifest: CheckpointManifest) -> dict[str, float]:
-    """The share of the samples that the role of a corpus had, by the stages that have begun; 0
-    where the corpus was not read, and 1 for new text. A run without stages is one, of no name."""
+    """The share of the samples that the role of a corpus had in each stage that has begun.
+
+    It is 0 where the corpus was not read, and 1 for new text. A run without stages counts as one
+    stage without a name.
+    """
     run = manifest.run
     if not run.stages:
-        share = 1.0 if role == "new" else run.data.get(f"{role}_fraction", 0.0)
-        return {"": share}
+        if role == "new":
+            return {"": 1.0}
+        return {"": run.data.get(f"{role}_fraction", 0.0)}
     shares: dict[str, float] = {}
     for stage in stages_begun(run.stages, manifest.position.step):
-        share = 0.0
-        if stage.weights.get(name, 0.0) > 0:
-            share = 1.0 if role == "new" else stage.fractions.get(role, 0.0)
-        shares[stage.name] = share
+        if stage.weights.get(name, 0.0) == 0:
+            shares[stage.name] = 0.0
+        elif role == "new":
+            shares[stage.name] = 1.0
+        else:
+            shares[stage.name] = stage.fractions.get(role, 0.0)
     return shares
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown; floats with four digits."""
-    lines = [head, ["---"] * len(head)]
+    lines = [_markdown_row(head), _markdown_row(["---"] * len(head))]
     for row in rows:
-        lines.append([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append(_markdown_row(row))
+    return "\n".join(lines)
+
+
+def _markdown_row(cells: Iterable[object]) -> str:
+    texts: list[str] = []
+    for cell in cells:
+        texts.append(f"{cell:.4g}" if isinstance(cell, float) else str(cell))
+    return f"| {' | '.join(texts)} |"
 
 
 def _each_once(values: Iterable[str | None]) -> list[str] | None:

@@ -1,5 +1,5 @@
-"""Verification of an exported folder: its logits on real text are compared with those of the model
-that trained.
+"""Verification of an exported folder: its logits on real text are compared with those of the
+trained model.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ Loader = Callable[[Path, torch.dtype], Any]
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a
-    token.
+    """The difference of two models' logits.
+
+    Attributes:
+        max_abs: the largest absolute difference of a logit.
+        kl: the mean Kullback-Leibler divergence, in nats a token.
     """
 
     max_abs: float = 0.0
     kl: float = 0.0
 
 
-# Both models are correct and still round differently, because they multiply in another order. How
-# far that moves a logit depends on the model, so what rounding does to the training model itself is
-# measured, and the export may differ by ROUNDINGS times as much. GRANTED is always allowed; in 16
-# bits the divergence alone decides.
+# Two correct models round differently, because they multiply in another order. How far that moves a
+# logit depends on the model. So the effect of rounding on the trained model itself is measured, and
+# the export may differ by ROUNDINGS times as much. GRANTED is always allowed; in 16 bits only the
+# divergence is checked.
 GRANTED = {
     torch.float32: LogitDifference(max_abs=1e-4, kl=1e-6),
     torch.float16: LogitDifference(max_abs=math.inf, kl=1e-4),
@@ -62,13 +65,19 @@ GRANTED = {
 }
 ROUNDINGS = 4
 _MOST_BY_SCALE = 1e-3
+"""Nats a token by which counting the scaled channels in a mean square may change a model."""
 FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True)
 class Comparison(LogitDifference):
-    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the
-    same token first.
+    """The comparison of two models on one text.
+
+    Attributes:
+        tokens: the number of tokens.
+        top1_agreement: the share of tokens after which both rank the same token first.
+        training_perplexity: of the trained model.
+        exported_perplexity: of the export.
     """
 
     tokens: int = 0
@@ -84,11 +93,11 @@ class Report(LogitDifference):
     Attributes:
         dtype: the type in which both models ran.
         top1_agreement: the share of tokens after which both rank the same token first.
-        rounding: the difference between the training model in `dtype` and in twice the precision.
+        rounding: the difference between the trained model in `dtype` and in twice the precision.
         rounding_top1_agreement: the share of tokens after which these two rank the same token
             first.
-        scaling: the difference between the training model and the one whose norms count added
-            channels as the folder's do.
+        scaling: the difference that it makes to the trained model if its norms count the added
+            channels, scaled, as the export's norms do.
         texts: the comparison on each text, by its name.
     """
 
@@ -103,12 +112,13 @@ class Report(LogitDifference):
 def probe_maker(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
 ) -> MakeProbe:
-    """Makes the text to compare on: the beginnings of the first documents of each source (a list of
-    files).
+    """A function that makes the texts to compare on: the first documents of each source.
 
-    Without sources it is the passages of `PROBE_TEXTS`. `keys` are those of sources whose texts are
-    not under "text", or follow prompts. The function returned raises DataError if a source holds no
-    document.
+    It raises DataError if a source holds no document.
+
+    Args:
+        sources: files by the name of the source; without any, the passages of `PROBE_TEXTS`.
+        keys: of sources whose texts are in another field than "text", or follow prompts.
     """
 
     def make(model: TrainedModel) -> Probe:
@@ -132,15 +142,18 @@ def _first_documents(
     texts: dict[str, list[str]] = {}
     for name, files in sources.items():
         documents = good_documents(files, keys.get(name, Keys()))
-        texts[name] = [document.whole_text for document in islice(documents, count)]
+        first = islice(documents, count)
+        texts[name] = [document.whole_text for document in first]
     return texts
 
 
 def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tensor]:
-    """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in
-    a folder."""
+    """The first tokens of each text, [S], with S at most `length` and TOKENS.
+
+    tokenizer: the tokenizer's folder.
+    """
     loaded = load_tokenizer(tokenizer)
-    windows = []
+    windows: list[Tensor] = []
     for text in texts:
         ids = [*loaded.before_document, *loaded.reference.encode([text]).ids.tolist()]
         windows.append(torch.tensor(ids[: min(TOKENS, length)]))
@@ -156,25 +169,36 @@ def verify(
     stored_scale: float | None = None,
     load: Loader = load_hf_model,
 ) -> Report:
-    """Compares the training model with what `load` makes of `folder`, both in `dtype`.
+    """Compares the trained model with the export, both in `dtype`.
 
-    Neither model is ever whole in memory: of the first there is one layer, the second is mapped
-    from its files. A folder that stores added channels times `stored_scale` is compared with the
-    training model whose norms count them so, and that with the training model itself.
+    Neither model is ever whole in memory: the trained one is read layer by layer, and the export is
+    mapped from its files.
+
+    A merged export stores the added channels times a small scale s, and its norms count them. Two
+    comparisons then tell apart what s changes from faults: the export with a trained model whose
+    norms count the scaled channels, too; and this one with the trained model itself.
+
+    Args:
+        model: the trained model.
+        folder: the export.
+        probe: the texts.
+        dtype: the type in which both models run.
+        stored_scale: s; None: the export has no scaled channels.
+        load: loads the export.
 
     Raises:
-        ConversionError: they differ by more than rounding explains, or the scale changes the model
-            noticeably.
+        ConversionError: the models differ by more than rounding explains, or the scale changes the
+            model noticeably.
     """
     windows = list(chain.from_iterable(probe.values()))
     gate: FixedGate | None = None
     if model.gate is not None:
         gate = FixedGate.of(model.gate)
         model = replace(model, gate=gate)
-    # The gate decides in the first of these passes for all others, so their order matters.
+    # The first of these passes fixes the decisions of the gate for all others: order matters.
     scaled = replace(model, stored_scale=stored_scale)
     expected = scaled.logits(windows, dtype)
-    # The same model in twice the precision: what remains is rounding, which the export may have
+    # The same model in twice the precision: the difference is rounding, which the export may have,
     # too.
     finer = scaled.logits(windows, FINER[dtype])
     unscaled = expected
@@ -184,7 +208,7 @@ def verify(
     handle: RemovableHandle | None = None
     if gate is not None:
         handle = gate.fix_in(exported.token_gate, windows, str(folder))
-    found = []
+    found: list[Tensor] = []
     # One window at a time and without a cache, as the training model ran them: a batch would
     # choose other kernels.
     for window in windows:
@@ -213,13 +237,13 @@ def verify(
         texts=texts,
     )
     check(report, GRANTED[dtype], str(folder))
-    if not scaling.kl <= max(
-        _MOST_BY_SCALE, ROUNDINGS * rounding.kl
-    ):  # written so that a NaN fails
+    most_by_scale = max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl)
+    if not scaling.kl <= most_by_scale:  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: the expansion stream is too large for an ordinary norm: counted times "
-            f"{stored_scale:g} it changes the model by {scaling.kl:.3g} nats a token; "
-            "use --format scale, or --dtype fp32 if it was another"
+            f"{folder}: the expansion stream is too large for an ordinary norm: with its channels "
+            f"stored times {stored_scale:g}, the model changes by {scaling.kl:.3g} nats a token, "
+            f"expected at most {most_by_scale:.3g}; use --format scale, or --dtype fp32 if it was "
+            "another"
         )
     return report
 
@@ -227,8 +251,9 @@ def verify(
 def compare_texts(
     probe: Probe, trained: Sequence[Tensor], exported: Sequence[Tensor]
 ) -> dict[str, Comparison]:
-    """The comparison on each text of the logits of all windows, which are in the order of the
-    probe.
+    """The comparison on each text.
+
+    trained, exported: the logits [S, V] of all windows, in the order of the probe.
     """
     comparisons: dict[str, Comparison] = {}
     first = 0
@@ -241,11 +266,13 @@ def compare_texts(
 
 @dataclass(frozen=True)
 class FixedGate(FittedGate):
-    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps
-    each pass's scores.
+    """A gate that repeats the decisions of its first pass in all later passes over the same batch.
 
     Rounding may change the decision at a token whose score is near the threshold. Then two correct
-    models differ by as much as the base from the trained model, there and at later tokens.
+    models differ by as much as the base from the trained model, at this token and at later ones.
+
+    Attributes:
+        passes: the scores of each pass: [N, S].
     """
 
     passes: list[Tensor] = field(default_factory=list)
@@ -271,17 +298,27 @@ class FixedGate(FittedGate):
     def fix_in(
         self, exported: nn.Module, windows: Sequence[Tensor], folder: str
     ) -> RemovableHandle:
-        """Makes the gate of an exported model take the same decisions in its next passes, one for
-        each window [S]; the handle ends that.
+        """Makes the gate of an exported model take the same decisions in its next passes.
 
-        Such a pass raises ConversionError if the export would decide otherwise where no rounding
-        explains it.
+        Such a pass raises ConversionError if the export would decide otherwise and rounding does
+        not explain it.
+
+        Args:
+            exported: the module of the exported model's gate.
+            windows: [S] each, the windows of the passes to come, in their order.
+            folder: the export, for errors.
+
+        Returns:
+            A handle that ends it.
         """
-        # The passes of both precisions: scores nearer to the threshold than they differ may fall on
-        # either side.
+        # Two passes of the trained model, in two precisions. Scores that are nearer to the
+        # threshold than the passes differ may fall on either side of it.
         first = self.passes[0]
         rounding = (first - self.passes[1]).abs().max()
-        expected = [scores[: len(window)] for scores, window in zip(first, windows, strict=True)]
+        expected: list[Tensor] = []
+        for scores, window in zip(first, windows, strict=True):
+            # Without the padding of the batch.
+            expected.append(scores[: len(window)])
         remaining = iter(expected)
 
         def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
@@ -292,8 +329,7 @@ class FixedGate(FittedGate):
             if wrong:
                 raise ConversionError(
                     f"{folder}: the exported gate decides otherwise than the trained model's on "
-                    f"{wrong} of "
-                    f"{len(opens)} tokens; not kept"
+                    f"{wrong} of {len(opens)} tokens; not kept"
                 )
             return opens.view(1, -1, 1)
 
@@ -301,39 +337,45 @@ class FixedGate(FittedGate):
 
 
 def describe(report: Report) -> str:
-    """What was found, beside what rounding alone does to the model that trained: for the log."""
+    """The result of the verification, and the effect of rounding alone, for the log."""
     rounding = report.rounding
     return (
         f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, "
         f"KL {report.kl:.2g}, same likeliest token {100 * report.top1_agreement:.2f} %; "
-        f"rounding to {report.dtype} alone makes {rounding.max_abs:.2g}, {rounding.kl:.2g} "
-        f"and {100 * report.rounding_top1_agreement:.2f} % "
-        "in the model that trained"
+        f"rounding to {report.dtype} alone makes {rounding.max_abs:.2g}, {rounding.kl:.2g} and "
+        f"{100 * report.rounding_top1_agreement:.2f} % in the trained model"
     )
 
 
 def check(report: Report, granted: LogitDifference, folder: str) -> None:
-    """Raises ConversionError if the two models differ by more than `granted` and by more than
-    rounding explains.
+    """Checks the difference of the two models.
+
+    Raises:
+        ConversionError: it is above `granted`, and above what rounding explains.
     """
-    # The fixed bound serves small models, the measured one deep ones (docs/adr/0007).
+    # The fixed bound is the larger one for small models, the measured one for deep models
+    # (docs/adr/0007).
     max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
     if not (report.max_abs <= max_abs and report.kl <= kl):  # written so that a NaN fails
         raise ConversionError(
             f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in "
-            "a logit (at most "
-            f"{max_abs:.3g}) and {report.kl:.3g} nats a token (at most {kl:.3g}); not kept"
+            f"a logit (at most {max_abs:.3g}) and {report.kl:.3g} nats a token (at most {kl:.3g}); "
+            "not kept"
         )
 
 
 def compare(
     windows: Sequence[Tensor], trained: Sequence[Tensor], exported: Sequence[Tensor]
 ) -> Comparison:
-    """The figures over all windows [S] of one text; `trained` and `exported` are the logits [S, V]
-    of both models.
+    """The comparison of two models on the windows of one text.
 
-    Perplexities leave out new tokens after a token that a gate closed, which have no probability.
+    Perplexities leave out new tokens after a closed token, whose probability is zero.
+
+    Args:
+        windows: the tokens of each window, [S].
+        trained: the logits of the trained model on each window, [S, V].
+        exported: likewise of the export.
     """
     tokens = 0
     targets = 0
@@ -346,6 +388,7 @@ def compare(
         tokens += len(window)
         difference = float((z_trained.float() - z_exported.float()).abs().max())
         if math.isnan(difference):
+            # max() would pass over a NaN, which compares as neither larger nor smaller.
             difference = math.inf
         max_abs = max(max_abs, difference)
         agreed += int((z_trained.argmax(-1) == z_exported.argmax(-1)).sum())
@@ -353,6 +396,7 @@ def compare(
         p = F.log_softmax(z_trained.double(), dim=-1)
         q = F.log_softmax(z_exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())
+        # The logits at a token predict the next one, so that the last logits have no target.
         following = window[1:]
         is_possible = p[:-1].gather(1, following[:, None])[:, 0] > NEVER / 2
         targets += int(is_possible.sum())
@@ -361,10 +405,10 @@ def compare(
     if math.isnan(divergence):
         divergence = math.inf
     return Comparison(
-        max_abs,
-        divergence / tokens,
-        tokens,
-        agreed / tokens,
+        max_abs=max_abs,
+        kl=divergence / tokens,
+        tokens=tokens,
+        top1_agreement=agreed / tokens,
         training_perplexity=perplexity(nll_trained / max(1, targets)),
         exported_perplexity=perplexity(nll_exported / max(1, targets)),
     )

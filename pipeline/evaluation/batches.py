@@ -1,4 +1,8 @@
-"""Which texts may share a batch: those that a model reads there as it reads each alone."""
+"""Which texts may share a batch.
+
+A batch has the rotary frequencies of its longest text. With longrope (Phi-3) they change with the
+length, so that a text would have other scores in a batch than alone.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,7 @@ def frequency_context(config: Any) -> int | None:  # of any class
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Some models of transformers have several sets of parameters, by the kind of layer.
     for part in (parameters, *(parameters or {}).values()):
-        is_longrope = isinstance(part, Mapping) and "longrope" in (
-            part.get("rope_type"),
-            part.get("type"),
-        )
-        if is_longrope:
+        if _is_longrope(part):
             context = (
                 part.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None)
@@ -36,16 +36,30 @@ def frequency_context(config: Any) -> int | None:  # of any class
     return min(contexts, default=None)
 
 
-def frequencies_of(length: int, new: int, context: int | None) -> int:
-    """A number that is equal for texts that a batch may hold beside each other.
+def _is_longrope(parameters: Any) -> bool:
+    """Whether an entry of a model's rotary parameters is a set of them, of the kind longrope."""
+    if not isinstance(parameters, Mapping):
+        return False
+    # `type` is the name that transformers before 4.43 wrote.
+    return "longrope" in (parameters.get("rope_type"), parameters.get("type"))
 
-    A text of `length` tokens is continued by at most `new`. One that outgrows the `context` of
-    `frequency_context` on the way may only be beside texts of its own length.
+
+def frequencies_of(length: int, new: int, context: int | None) -> int:
+    """A number that is equal for two texts if they may share a batch.
+
+    Args:
+        length: tokens of the text.
+        new: by how many tokens it is continued at most.
+        context: from `frequency_context`.
     """
     if context is None or length + new <= context:
+        # It has the short frequencies to its end.
         return 0
-    # Beyond the context from the start, all have the long frequencies, whatever their length.
-    return -1 if length > context else length
+    if length > context:
+        # It has the long frequencies from the start, whatever its length.
+        return -1
+    # It outgrows the context while it is written: only texts of its length do so at the same token.
+    return length
 
 
 def first_alike(items: Sequence[Item], kind: Callable[[Item], object], most: int) -> list[Item]:

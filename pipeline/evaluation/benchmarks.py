@@ -28,14 +28,18 @@ from pipeline.log import progress_bar
 from pipeline.scale_math import NEVER
 
 AVERAGE = "average"
-_FEW_SHOT_SEED = 1234  # lm-eval's default
+_FEW_SHOT_SEED = 1234
+"""lm-eval's default."""
 
 
 @dataclass(frozen=True)
 class Tasks:
     """lm-eval's tasks as `TaskManager.load` gives them.
 
-    `names` were asked for; `limit` is the number of documents that are taken of each task.
+    Attributes:
+        names: the tasks and groups that were asked for.
+        loaded: the tasks, by name, under the key `tasks`; further entries are lm-eval's.
+        limit: how many documents are taken of each task, the first ones; None: all.
     """
 
     names: Sequence[str]
@@ -45,9 +49,14 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Result:
-    """A model on a task by one metric, over `documents` documents.
+    """The result of a model on a task.
 
-    `stderr` is None if lm-eval gives none.
+    Attributes:
+        task: name of the task or group.
+        metric: name of the metric, such as `acc`.
+        value: the metric's value.
+        stderr: its standard error; None if lm-eval gives none.
+        documents: number of documents that it is over.
     """
 
     task: str
@@ -100,7 +109,7 @@ def load_tasks(
     with faults_of_library(unreadable, DataError):
         loaded = dict(manager.load(list(names)))
 
-    # What follows is done as lm-eval's own command line does it.
+    # The number of examples is set as lm-eval's command line does it: its `evaluate` does not.
     for name, task in loaded["tasks"].items():
         examples = task.get_config("num_fewshot")
         if examples != 0 and few_shot is not None:
@@ -119,7 +128,7 @@ def _missing(error: ImportError) -> MissingPackageError:
 
 
 def _task_manager(names: Sequence[str], include: Path | None, given: str) -> Any:
-    """lm-eval's `TaskManager` with the tasks of `include`, and its own if they are needed."""
+    """lm-eval's `TaskManager`, with the tasks of the folder `include`, and its own where needed."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -142,7 +151,8 @@ def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> li
     """
     from lm_eval.evaluator import evaluate
 
-    # A task draws on from one generator: without this a second call would have other examples.
+    # A task keeps one random generator over all calls: without a new seed, a second call would have
+    # other examples.
     for task in tasks.loaded["tasks"].values():
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     found = evaluate(
@@ -154,7 +164,8 @@ def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> li
         fewshot_as_multiturn=chat_template,
     )["results"]
     results: list[Result] = []
-    # A group's results are its own, and those of each task in it; a tag has none of its own.
+    # A group has results of its own beside those of its tasks; a tag has none. A dict removes names
+    # that occur twice, and keeps their order.
     for name in dict.fromkeys([*tasks.names, *tasks.loaded["tasks"]]):
         results += _results_of(name, found.get(name, {}))
 
@@ -171,17 +182,21 @@ def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> li
 
 def _results_of(task: str, values: Mapping[str, Any]) -> list[Result]:
     """The results in lm-eval's entries of a task, whose keys are `metric,filter`."""
-    results = []
+    results: list[Result] = []
     for key, value in values.items():
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr"):
             continue
-        # lm-eval writes "N/A" where it has no standard error.
-        stderr = values.get(f"{metric}_stderr,{filtered}")
-        error = float(stderr) if isinstance(stderr, (int, float)) else None
-        # Written answers may be read in several ways, such as those of GSM8K.
-        shown = metric if filtered == "none" else f"{metric}.{filtered}"
-        results.append(Result(task, shown, float(value), error, int(values["sample_len"])))
+        stderr: float | None = None
+        given = values.get(f"{metric}_stderr,{filtered}")
+        if isinstance(given, (int, float)):
+            # lm-eval writes "N/A" where it has no standard error.
+            stderr = float(given)
+        shown = metric
+        if filtered != "none":
+            # Written answers, such as those of GSM8K, are read by several filters.
+            shown = f"{metric}.{filtered}"
+        results.append(Result(task, shown, float(value), stderr, int(values["sample_len"])))
     return results
 
 
@@ -190,7 +205,8 @@ def comparison(results: Mapping[str, Sequence[Result]]) -> str:
     header = ["task", "metric", "n"]
     for name in results:
         header += [name, ""]
-    rows = []
+    rows: list[list[str]] = []
+    # The results of all models are of the same tasks and metrics, in the same order.
     for of_models in zip(*results.values(), strict=True):
         first = of_models[0]
         cells = [first.task, first.metric, f"{first.documents:,}"]
@@ -212,7 +228,7 @@ def benchmark_model(
     """lm-eval's own model of the Hugging Face folder, on a GPU if there is one.
 
     Every prompt follows `prefix`, as documents do in training. With `chat_template` a prompt is a
-    user's message instead, framed by the tokenizer's chat template, which writes all that it needs.
+    user's message instead. The tokenizer's chat template frames it, start token included.
 
     Raises:
         DataError: the folder has no tokenizer, or the tokenizer no chat template.
@@ -222,7 +238,7 @@ def benchmark_model(
     from lm_eval.models.huggingface import HFLM
 
     if chat_template:
-        ChatTemplate(folder)  # there is one
+        ChatTemplate(folder)  # raises DataError where there is none
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     tokenizer, before = _benchmark_tokenizer(
@@ -236,6 +252,7 @@ def benchmark_model(
         tokenizer=tokenizer,
         backend="causal",
         batch_size=batch_size,
+        # The token that lm-eval takes for an empty context; None: the tokenizer's own.
         prefix_token_id=before[-1] if before else None,
     )
     context = frequency_context(model.config)
@@ -268,15 +285,15 @@ def _benchmark_tokenizer(
         if prefix == "document" and not chat_template:
             before = own.before_document
 
-    # None: the tokenizer is Python code, which knows its own prefix.
+    # A tokenizer that is Python code has no backend; it adds its own prefix.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # as in training: a text has the same tokens each time
-        special_tokens = [(backend.id_to_token(token), token) for token in before]
-        names = [name for name, _ in special_tokens]
+        names: list[str] = [backend.id_to_token(token) for token in before]
+        # $A stands for the text.
         backend.post_processor = TemplateProcessing(
-            single=[*names, "$A"], special_tokens=special_tokens
+            single=[*names, "$A"], special_tokens=list(zip(names, before, strict=True))
         )
     return tokenizer, before
 
@@ -293,9 +310,9 @@ def _score_by_length(
     requests: Sequence[Request],
     **options: Any,
 ) -> Scores:
-    """lm-eval's scores, with the texts longer than `context` in batches of their own.
+    """lm-eval's scores, with texts longer than `context` in batches of their own.
 
-    Such texts have other rotary frequencies, which they would give to all texts of their batch.
+    Such texts have other rotary frequencies, and a batch has the frequencies of its longest text.
     """
     places: dict[bool, list[int]] = {False: [], True: []}
     for place, (_, before, ids) in enumerate(requests):
@@ -304,9 +321,11 @@ def _score_by_length(
         places[is_long].append(place)
     results: dict[int, tuple[float, bool]] = {}
     for alike in places.values():
-        if alike:
-            found = score([requests[place] for place in alike], **options)
-            results.update(zip(alike, found, strict=True))
+        if not alike:
+            continue
+        found = score([requests[place] for place in alike], **options)
+        for place, result in zip(alike, found, strict=True):
+            results[place] = result
     return [results[place] for place in range(len(requests))]
 
 
@@ -315,8 +334,11 @@ def _write_one_by_one(
     requests: Sequence[Any],
     disable_tqdm: bool = False,
 ) -> list[str]:
-    """lm-eval's answers, where a batch would have the rotary frequencies of its longest text."""
-    answers = []
+    """lm-eval's answers, each in a batch of its own.
+
+    A batch has the rotary frequencies of its longest text, and texts grow while they are written.
+    """
+    answers: list[str] = []
     with progress_bar("answers", len(requests), " answers") as bar:
         for request in requests:
             answers += write([request], disable_tqdm=True)
@@ -331,11 +353,18 @@ def _score_as_possible(
     requests: Sequence[Request],
     **options: Any,
 ) -> Scores:
-    """lm-eval's scores of a model that reads at most `longest` tokens.
+    """lm-eval's scores of a gated model with an extended vocabulary.
 
-    A continuation that is impossible after a closed token is scored as the base's tokens that its
-    new ones stand for. They may be more tokens than the model reads at once: then it is scored in
-    parts.
+    A continuation with a new token after a closed token is impossible. It is scored again, with the
+    base's tokens that spell its new tokens, and in parts where these are more than the model reads
+    at once.
+
+    Args:
+        score: lm-eval's function.
+        spelling: the base's tokens that spell a new token, by its id.
+        longest: how many tokens the model reads at most.
+        requests: the contexts and continuations.
+        options: for `score`.
     """
     results = score(requests, **options)
     parts: list[Request] = []
@@ -357,23 +386,28 @@ def _score_as_possible(
     for place, found in zip(owners, score(parts, **options), strict=True):
         again.setdefault(place, []).append(found)
     for place, of_parts in again.items():
-        log_likelihood = sum(part for part, _ in of_parts)
-        is_likeliest = all(likeliest for _, likeliest in of_parts)
-        results[place] = log_likelihood, is_likeliest
+        # The parts continue each other: their log likelihoods add up.
+        total = 0.0
+        all_likeliest = True
+        for log_likelihood, is_likeliest in of_parts:
+            total += log_likelihood
+            all_likeliest = all_likeliest and is_likeliest
+        results[place] = total, all_likeliest
     return results
 
 
 def _in_parts(request: Request, longest: int) -> list[Request]:
-    """The request, or several that continue each other if its continuation is too long.
+    """The request, or several requests that continue each other if its continuation is too long.
 
-    A continuation may have `longest` tokens. Each part but the first follows at least half as many
-    tokens as the model reads.
+    A continuation may have `longest` tokens. Each part but the first has a context of at least half
+    as many.
     """
     names, context, ids = request
     if len(ids) <= longest:
         return [request]
     text = [*context, *ids]
-    parts = []
+    parts: list[Request] = []
+    # One more than the model reads: the last token is predicted only.
     for start, stop, first in windows(len(text), longest + 1, (longest + 1) // 2, len(context)):
         parts.append((names, text[start:first], text[first:stop]))
     return parts

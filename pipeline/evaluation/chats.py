@@ -6,11 +6,11 @@ The scores are exact match, the share of answers that end by themselves, and the
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import orjson
@@ -52,9 +52,12 @@ class ChatScore:
 
 
 class Chat(NamedTuple):
-    """Messages up to where the assistant answers, and its answer as a reference.
+    """The messages before the assistant's answer, and the answer, which is the reference.
 
-    `where` is the place in the file, for errors.
+    Attributes:
+        messages: what the model reads.
+        reference: the answer that counts as right.
+        where: file and line, for errors.
     """
 
     messages: list[dict[str, Any]]
@@ -78,7 +81,7 @@ class _Answer(NamedTuple):
 
 
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
-    """The chats of each JSONL file, by its name without the folder and what follows the first dot.
+    """The chats of each JSONL file, by the file's name without its folder and extensions.
 
     Raises:
         ConfigError: two files have the same name.
@@ -109,20 +112,23 @@ def _chats_in(file: InputPath) -> Iterator[Chat]:
             continue
         where = f"{file}, line {number}"
         messages = _messages_in(line.content)
-        last = messages[-1] if len(messages) > 1 else None
-        if last is None or last["role"] != "assistant" or not last["content"].strip():
+        if len(messages) < 2 or not _is_answer(messages[-1]):
             raise DataError(
                 f"{where}: expected an object with `messages`, a list of objects with role and "
                 "content, of which the last is the assistant's and not empty: the reference"
             )
-        yield Chat(messages[:-1], last["content"], where)
+        yield Chat(messages[:-1], messages[-1]["content"], where)
     if stream.fault:
         raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
 
 
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and bool(message["content"].strip())
+
+
 def _messages_in(line: bytes) -> list[dict[str, Any]]:
-    """The messages of a line of JSON; none if one of them, or the line, is something else."""
-    messages = []
+    """The messages of a line of JSON; none if the line or one of the messages is malformed."""
+    messages: list[dict[str, Any]] = []
     try:
         for found in orjson.loads(line)["messages"]:
             message = message_of(found)
@@ -159,21 +165,24 @@ def score_chats(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
+    # A state-space model has no such limit.
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
 
     waiting = _framed(files, template, tokenizer, context)
-    # Chats of a like length are beside each other: little padding.
-    waiting.sort(key=lambda prompt: -len(prompt.ids))
+    # The longest first: batches of similar lengths have little padding, and one that does not fit
+    # into memory fails at the start.
+    waiting.sort(key=lambda prompt: len(prompt.ids), reverse=True)
     changes_at = frequency_context(model.config)
 
     def limit_and_frequencies(prompt: _Prompt) -> tuple[int, int]:
-        """How long an answer may be, and what else a chat shares with others of its batch."""
+        """The limit of an answer's length, and the rotary frequencies: equal within a batch."""
         length = len(prompt.ids)
         limit = min(max_answer_tokens, context - length)
         return limit, frequencies_of(length, limit, changes_at)
 
+    # A model without eos_token_id ends its answers as documents end in training.
     ends = pop_eos_token_ids(model) or list(tokenizer.document_end[-1:])
-    answers: dict[str, list[_Answer]] = {name: [] for name in files}
+    answers: dict[str, list[_Answer]] = defaultdict(list)
     with progress_bar(str(folder), len(waiting), " chats") as bar:
         while waiting:
             longest = len(waiting[0].ids)
@@ -181,27 +190,41 @@ def score_chats(
             rows = max(1, _BATCH_TOKENS // (longest + limit))
             batch = first_alike(waiting, limit_and_frequencies, rows)
             waiting = waiting[len(batch) :]
-            written = _answers(model, [prompt.ids for prompt in batch], ends, limit)
+            written = _answers(model, batch, ends, limit)
             for prompt, ids in zip(batch, written, strict=True):
                 answers[prompt.name].append(_judged(ids, ends, prompt.reference, tokenizer))
             bar.update(len(batch))
 
-    scores = {}
-    for name, own in answers.items():
-        scores[name] = ChatScore(
-            chats=len(own),
-            exact_match=fmean(answer.is_right for answer in own),
-            ended=fmean(answer.has_ended for answer in own),
-            answer_tokens=fmean(answer.length for answer in own),
-        )
+    # In the order of the files, not in that of the batches.
+    scores: dict[str, ChatScore] = {}
+    for name in files:
+        scores[name] = _score_of(answers[name])
     return scores
+
+
+def _score_of(answers: Sequence[_Answer]) -> ChatScore:
+    """The score of the answers to the chats of one file."""
+    right = 0
+    ended = 0
+    tokens = 0
+    for answer in answers:
+        right += answer.is_right
+        ended += answer.has_ended
+        tokens += answer.length
+    count = len(answers)
+    return ChatScore(
+        chats=count,
+        exact_match=right / count,
+        ended=ended / count,
+        answer_tokens=tokens / count,
+    )
 
 
 def _framed(
     files: Mapping[str, Sequence[Chat]], template: ChatTemplate, tokenizer: Tokenizer, context: int
 ) -> list[_Prompt]:
     """The chats of all files as token ids, up to where the assistant answers."""
-    prompts = []
+    prompts: list[_Prompt] = []
     for name, chats in files.items():
         for chat in chats:
             try:
@@ -211,7 +234,7 @@ def _framed(
             ids = tokenizer.reference.encode([text]).ids.tolist()
             if not 0 < len(ids) < context:
                 raise DataError(
-                    f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of "
+                    f"{chat.where}: its {len(ids)} tokens leave no space to answer in a context of "
                     f"{context}"
                 )
             prompts.append(_Prompt(name, ids, chat.reference))
@@ -222,7 +245,7 @@ def _judged(ids: list[int], ends: list[int], reference: str, tokenizer: Tokenize
     """An answer up to the first of its `ends`, compared with the reference."""
     for place, id_ in enumerate(ids):
         if id_ in ends:
-            # Compared as text, not as ids: a text can be cut in several ways.
+            # As text, not as ids: several sequences of tokens may spell one text.
             is_right = _said(tokenizer.decode(ids[:place])) == _said(reference)
             return _Answer(is_right, has_ended=True, length=place)
     # An answer that was cut by the limit is never right.
@@ -230,28 +253,29 @@ def _judged(ids: list[int], ends: list[int], reference: str, tokenizer: Tokenize
 
 
 def _said(answer: str) -> str:
-    """What follows the thoughts, of which some templates have opened the block already."""
+    """The answer without the thoughts before it.
+
+    Only the end of the thoughts is looked for: some templates write the opening <think> themselves.
+    """
     return answer.rpartition("</think>")[2].strip()
 
 
 @torch.inference_mode()
-def _answers(
-    model: Any, prompts: Sequence[list[int]], ends: list[int], new: int
-) -> list[list[int]]:
-    """The likeliest continuations of at most `new` tokens, with what follows their ends."""
-    width = max(map(len, prompts))
-    rows = []
-    masks = []
-    for ids in prompts:
+def _answers(model: Any, prompts: Sequence[_Prompt], ends: list[int], new: int) -> list[list[int]]:
+    """Greedy continuations of at most `new` tokens, with the padding that follows their ends."""
+    width = max(len(prompt.ids) for prompt in prompts)
+    rows: list[list[int]] = []
+    masks: list[list[int]] = []
+    for prompt in prompts:
         # Padding is on the left, so that all answers begin at the same column.
-        padding = width - len(ids)
-        rows.append([ends[0]] * padding + ids)
-        masks.append([0] * padding + [1] * len(ids))
+        padding = width - len(prompt.ids)
+        rows.append([ends[0]] * padding + prompt.ids)
+        masks.append([0] * padding + [1] * len(prompt.ids))
     tokens = torch.tensor(rows, device=model.device)
     mask = torch.tensor(masks, device=model.device)
     settings = GenerationConfig(
-        # A config of our own, because the model's may have a temperature or a repetition penalty,
-        # with which two models would be compared by their settings.
+        # Not the model's own generation config: its temperature or repetition penalty would decide
+        # the comparison of two models.
         do_sample=False,
         max_new_tokens=new,
         eos_token_id=ends,
@@ -262,11 +286,11 @@ def _answers(
 
 
 def chat_rows(scores: Mapping[str, Mapping[str, ChatScore]]) -> tuple[list[str], list[list[str]]]:
-    """The head of a table and its rows, one per model and file.
+    """The head of a table, and its rows: one for each model and file.
 
-    `scores` is by the model's name, then the file's.
+    scores: by the name of the model, then of the file.
     """
-    rows = []
+    rows: list[list[str]] = []
     for model, files in scores.items():
         for name, score in files.items():
             label = name if len(scores) == 1 else f"{model}: {name}"

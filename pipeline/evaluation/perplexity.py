@@ -1,9 +1,9 @@
 """How well a language model predicts a text: nll per token, perplexity and bits per byte.
 
-Bits per byte compares models with different tokenizers. Documents are scored separately, each after
-what it follows in training (`Tokenizer.before_document`: a start token, or else the end of another
-document), so that every token of the text counts and no document sees another. Prompts are read but
-not scored.
+Bits per byte compares models with different tokenizers. Documents are scored separately, so that no
+document sees another. Each is scored after the tokens that precede documents in training
+(`Tokenizer.before_document`: a start token, or else the end of another document), so that its first
+token counts, too. Prompts are read but not scored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from pipeline.scale_math import NEVER
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
 Prefix = Literal["document", "none"]
-"""What a document is scored after: what it follows in training, or nothing."""
+"""What precedes a document: the tokens that precede it in training (document), or nothing (none).
+"""
 
 DEFAULT_BYTES = 2**17
 """How much of each text is scored unless the caller says otherwise; 0: all."""
@@ -48,17 +49,24 @@ _BATCH_TOKENS = 2**13
 _COMPARED_DOCUMENTS = 32
 """Documents of each text whose ids are compared with those of AutoTokenizer."""
 _DOCUMENT_SHARE = 16
-"""A document may take this part (1 / 16) of the bytes that are scored of its corpus."""
+"""At most one sixteenth of the scored bytes of a corpus come from one document."""
 _ROUNDS = 8
-"""How often a text with tokens that cannot follow is scored again, with these spelled out."""
+"""How often a text with impossible tokens is scored, each time with more of them spelled out."""
 _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A model on a corpus.
+    """How well a model predicts a corpus.
 
-    `bytes` is the UTF-8 length of the text that was scored, `whole` whether that is all of it.
+    Attributes:
+        documents: number of documents that were scored.
+        tokens: number of tokens that were scored.
+        bytes: UTF-8 length of the text that was scored.
+        whole: whether that is all of the corpus.
+        nll_per_token: mean negative log likelihood of a token, in nats.
+        perplexity: e to the nll_per_token.
+        bits_per_byte: summed negative log likelihood in bits, over `bytes`.
     """
 
     documents: int
@@ -71,9 +79,12 @@ class Score:
 
 
 class _Sequence(NamedTuple):
-    """The tokens of a document, `ids: [S]`, scored from `first_scored` on.
+    """The tokens of a document.
 
-    The scored ones are `bytes` bytes of text.
+    Attributes:
+        ids: [S], the prefix, the prompt and the text.
+        first_scored: the index of the first token that is scored.
+        bytes: UTF-8 length of the text of the scored tokens.
     """
 
     ids: Tensor
@@ -82,7 +93,7 @@ class _Sequence(NamedTuple):
 
     def windows(self, context: int) -> list[_Window]:
         """Windows of at most `context` tokens that score every token once."""
-        found = []
+        found: list[_Window] = []
         # Windows that overlap by half: every token but a document's first sees at least context / 2
         # tokens. Without overlap the first tokens of each window would see none, and a shorter
         # context would look worse.
@@ -91,9 +102,11 @@ class _Sequence(NamedTuple):
         return found
 
     def spelled_out(self, wanted: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
-        """The sequence with scored tokens as the tokens of their `spelling`, where they have one.
+        """The sequence with some scored tokens replaced by the base's tokens that spell them.
 
-        wanted: bool, which of the scored tokens.
+        Args:
+            wanted: bool, which of the scored tokens to replace.
+            spelling: the tokens that spell a new token, by its id. Others stay as they are.
         """
         spelled = self.ids[: self.first_scored].tolist()
         scored = self.ids[self.first_scored :].tolist()
@@ -123,8 +136,8 @@ def score_folder(
 ) -> dict[str, Score]:
     """The score of the model in `folder` on each corpus of documents.
 
-    The model runs on a GPU if there is one. A token of an extended vocabulary that cannot follow,
-    because a gate closed the token before, is scored as the base's tokens that it stands for.
+    The model runs on a GPU if there is one. A new token of an extended vocabulary is impossible
+    after a token on which a gate is closed; it is scored as the base's tokens that spell it.
 
     Args:
         folder: a Hugging Face folder.
@@ -147,11 +160,15 @@ def score_folder(
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder)
     context = _checked_context(folder, model, context)
-    read = tokenizer.before_document if prefix == "document" else ()
-    after = tokenizer.decode(read) if read else "nothing"
+    read: Sequence[int] = ()
+    after = "nothing"
+    if prefix == "document":
+        read = tokenizer.before_document
+    if read:
+        after = tokenizer.decode(read)
     _logger.info("%s: windows of %d tokens; documents follow %s", folder, context, after)
 
-    # The first documents of each corpus are compared; then they are scored as all others.
+    # The first documents are taken from the iterators for the comparison of ids, and put back.
     compared: list[str] = []
     whole_corpora: dict[str, Iterable[Text]] = {}
     for name, documents in corpora.items():
@@ -162,7 +179,7 @@ def score_folder(
     check_served_ids(folder, tokenizer, compared, trust_remote_code=trust_remote_code)
 
     spelling = exported_spelling(folder)
-    scores = {}
+    scores: dict[str, Score] = {}
     for name, documents in whole_corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
         if not sequences:
@@ -171,8 +188,12 @@ def score_folder(
             )
         _check_ids(sequences, tokenizer, int(model.config.vocab_size))
         total = _total_nll(model, sequences, context, spelling, name)
-        tokens = sum(len(one.ids) - one.first_scored for one in sequences)
-        size = sum(one.bytes for one in sequences)
+        # Tokens are counted before any is spelled out: the same number with and without a gate.
+        tokens = 0
+        size = 0
+        for sequence in sequences:
+            tokens += len(sequence.ids) - sequence.first_scored
+            size += sequence.bytes
         scores[name] = Score(
             documents=len(sequences),
             tokens=tokens,
@@ -186,7 +207,11 @@ def score_folder(
 
 
 def _checked_context(folder: Path, model: Any, context: int | None) -> int:
-    """How many tokens a window has. Raises ConfigError if the model cannot read as many."""
+    """The number of tokens of a window; default: the model's, up to DEFAULT_CONTEXT.
+
+    Raises:
+        ConfigError: the model cannot read as many.
+    """
     longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     if not context:
         context = min(longest, DEFAULT_CONTEXT)
@@ -212,11 +237,11 @@ def _whole_text(document: Text) -> str:
 def windows(
     length: int, context: int, stride: int, first_scored: int = 1
 ) -> Iterator[tuple[int, int, int]]:
-    """Windows over `length` tokens: (start, stop, the first of its tokens that is scored).
+    """Windows over `length` tokens: (start, stop, index of the first token that is scored).
 
     Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens
-    after the last one and scores what that one did not. So every scored token sees at least
-    `context - stride` tokens before it, or all there are.
+    after the one before, and scores the tokens from the end of that one on. So every scored token
+    sees at least `context - stride` tokens before it, or all that precede it.
     """
     start = 0
     while first_scored < length:
@@ -230,9 +255,11 @@ def windows(
 def _encode(
     documents: Iterable[Text], tokenizer: Tokenizer, prefix: Sequence[int], max_bytes: int
 ) -> tuple[list[_Sequence], bool]:
-    """The documents within the limit, each after `prefix`, and whether these are all and whole.
+    """The tokens of the documents within the limit of bytes, each after `prefix`.
 
-    Bytes of a document count where its tokens are scored.
+    Returns:
+        The sequences.
+        Whether all documents are in them, none of them cut.
     """
     sequences: list[_Sequence] = []
     whole = True
@@ -242,12 +269,12 @@ def _encode(
         if max_bytes and left <= 0:
             return sequences, False
         if isinstance(document, str):
-            # A bare string comes of no corpus: it is read as its tokenizer reads it.
+            # A bare string is of no corpus: names of special tokens in it become these tokens.
             document = Document(document, has_control=True)
         text = document.text
         content = text.encode()
         if max_bytes and len(content) > share:
-            # Cut the text, not the ids, so that the bytes are those of what is scored.
+            # The text is cut, not the ids: its bytes are known for every tokenizer.
             text = content[:share].decode(errors="ignore") or text[0]
             whole = False
         size = len(text.encode())
@@ -260,7 +287,8 @@ def _encode(
         if not read:
             # Nothing predicts the first token: it is read, and its bytes do not count.
             size -= len(tokenizer.decode(ids[:1]).encode())
-            read, ids = ids[:1], ids[1:]
+            read = ids[:1]
+            ids = ids[1:]
         if len(ids) > 0:
             sequences.append(_Sequence(torch.tensor([*read, *ids]), len(read), size))
     return sequences, whole
@@ -275,34 +303,37 @@ def _total_nll(
 ) -> float:
     """The summed nll of the scored tokens, in nats.
 
-    Tokens of no probability count as the tokens of their `spelling`. What is spelled out changes
-    what a gate reads, so those sequences are scored again. In the last round every token that has a
-    spelling is spelled out: nothing is left that could be impossible.
+    Impossible tokens (their probability is zero) count as the tokens that spell them. A gate reads
+    the spelled tokens in place of the new one, and may then close on others: so such sequences are
+    scored again. In the last round every token that has a spelling is spelled out, and none can be
+    impossible.
     """
     totals: list[float] = []
     left = list(sequences)
     rounds = _ROUNDS if spelling else 1
     for rounds_left in reversed(range(rounds)):
-        cut: list[list[_Window]] = []
-        every: list[_Window] = []
-        for one in left:
-            cut.append(one.windows(context))
-            every += cut[-1]
-        found = iter(_token_nll(model, every, name))
-        again = []
-        for one, own in zip(left, cut, strict=True):
-            nll = torch.cat(list(islice(found, len(own))))
-            # An nll of 1e30 is finite, unlike that of -inf: it is found here, and not as a NaN of
-            # the sum.
+        windows_of: list[list[_Window]] = []
+        all_windows: list[_Window] = []
+        for sequence in left:
+            cut = sequence.windows(context)
+            windows_of.append(cut)
+            all_windows += cut
+        # Windows of all sequences together fill the batches better.
+        found = iter(_token_nll(model, all_windows, name))
+        again: list[_Sequence] = []
+        for sequence, cut in zip(left, windows_of, strict=True):
+            nll = torch.cat(list(islice(found, len(cut))))
+            # The gate's logit of an impossible token is NEVER (-1e30) and not -inf, so that its nll
+            # is a finite number, which is recognised here.
             impossible = nll > -NEVER / 2
             if rounds_left == 0 or not impossible.any():
                 totals.append(float(nll.sum()))
                 continue
             if rounds_left == 1:
                 impossible = torch.ones_like(impossible)
-            again.append(one.spelled_out(impossible, spelling))
+            again.append(sequence.spelled_out(impossible, spelling))
         left = again
-    # The exact sum: it does not depend on the order in which sequences were done.
+    # fsum is exact: the result does not depend on the order in which the sequences were finished.
     return math.fsum(totals)
 
 
@@ -310,7 +341,7 @@ def _total_nll(
 def _token_nll(model: Any, cut: Sequence[_Window], name: str) -> list[Tensor]:
     """The nll of the scored tokens of each window, in fp64, however they are batched."""
     batch_tokens = min(_BATCH_TOKENS, _BATCH_LOGITS // model.config.vocab_size)
-    # The longest first, so that windows of a like length are beside each other: little padding.
+    # The longest first: batches of similar lengths have little padding.
     order = sorted(range(len(cut)), key=lambda place: -len(cut[place].ids))
     changes_at = frequency_context(model.config)
 
@@ -323,10 +354,9 @@ def _token_nll(model: Any, cut: Sequence[_Window], name: str) -> list[Tensor]:
             left = order[len(nll) :]
             rows = max(1, batch_tokens // len(cut[left[0]].ids))
             batch = first_alike(left, frequencies, rows)
+            ids = [cut[place].ids for place in batch]
             # Padding is on the right: with causal attention no scored token sees it.
-            padded = torch.nn.utils.rnn.pad_sequence(
-                [cut[place].ids for place in batch], batch_first=True
-            )
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
             logits = model(padded.to(model.device), use_cache=False).logits
             for row, place in zip(logits, batch, strict=True):
                 nll[place] = _window_nll(row, cut[place])

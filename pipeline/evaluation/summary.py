@@ -1,4 +1,4 @@
-"""The summary of a finished run: its scores before and after, its cost, and where results are."""
+"""The summary of a finished run: the scores of base and export, the cost, and where results are."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def summarise(
 ) -> str:
     """Scores the base and the exported model of a finished run, and writes `summary.json`.
 
-    With `chats` the perplexities of an earlier summary of the same base, export and texts stay as
-    they are; without `chats` its answers stay.
+    An earlier summary of the same base, export and texts is completed: with `chats` its
+    perplexities are kept, without `chats` its answers.
 
     Args:
         config: the run, on whose held-out texts both are scored.
@@ -70,7 +70,9 @@ def summarise(
 
     if asked and earlier is not None:
         _logger.info("%s: its perplexities stay; without --chats they are scored again", summary)
-        scores = {when: _scores_of(found) for when, found in earlier["scores"].items()}
+        scores: dict[str, dict[str, Score]] = {}
+        for when, found in earlier["scores"].items():
+            scores[when] = _scores_of(found)
     else:
         scores = {}
         for when, folder in _folders(config).items():
@@ -159,18 +161,18 @@ def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[st
     for name, corpus in check_heldout(config).items():
         texts[name] = []
         for file, size in input_files(corpus.input).items():
-            # A remote file has no time of its own; its store says what changes with its content.
             if isinstance(file, RemoteFile):
+                # Its store gives a tag that changes with its content.
                 texts[name].append([str(file), size, file.identity()])
             else:
-                # By size and time, not by hash: texts may be large, and a changed one has another
+                # By size and time, not by hash: texts may be large, and a changed text has another
                 # time.
                 texts[name].append([str(file), size, file.stat().st_mtime_ns])
     hf_folder = config.folder / HF_FOLDER
     return {
         "base": str(config.base),
         "base_config": file_hash(config.base / "config.json"),
-        # The records name what the export was made of, so that its weights need not be hashed.
+        # These records hold the hashes of the export's inputs, so that its weights are not hashed.
         "export": file_hash(hf_folder / VERIFICATION),
         "export_record": file_hash(hf_folder / EXPORT.record),
         "context": config.data.sequence_length,
@@ -189,8 +191,10 @@ def _earlier(path: Path, scored_for: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if found.get("scored_for") != scored_for:
         return None
-    is_whole = isinstance(found.get("scores"), dict) and isinstance(found.get("chats"), dict)
-    return found if is_whole else None
+    for part in ("scores", "chats"):
+        if not isinstance(found.get(part), dict):
+            return None
+    return found
 
 
 def _result(path: Path, error: type[UserError], advice: str) -> dict[str, Any]:

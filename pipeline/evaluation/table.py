@@ -10,9 +10,10 @@ from pipeline.run_folder.metrics import mean, spread
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns: the first on the left, the others on the right."""
-    widths = []
+    widths: list[int] = []
     for column in zip(header, *rows, strict=True):
-        widths.append(max(map(len, column)))
+        longest = max(column, key=len)
+        widths.append(len(longest))
     lines = [_aligned(header, widths)]
     lines.append("  ".join("-" * width for width in widths).rstrip())
     for row in rows:
@@ -47,7 +48,10 @@ def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
-    """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
+    """A table with a row for each model and corpus.
+
+    scores: by the name of the model, then of the corpus.
+    """
     rows: list[list[str]] = []
     cut: set[str] = set()
     for model, corpora in scores.items():
@@ -66,6 +70,7 @@ def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
                 cut.add(corpus)
     note = ""
     if cut:
-        note = f"Scored is a part of {', '.join(sorted(cut))}; all of it: --max-bytes 0."
+        names = ", ".join(sorted(cut))
+        note = f"Only a part of {names} was scored; --max-bytes 0 scores all of it."
     header = ["", "documents", "tokens", "perplexity", "bits per byte"]
     return f"{table(header, rows)}\n{note}"

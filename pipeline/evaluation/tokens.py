@@ -1,4 +1,4 @@
-"""Whether users of a folder get the ids that it is evaluated with."""
+"""Whether `AutoTokenizer`, by which users load a folder, gives the ids that are evaluated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def check_served_ids(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Compares what `AutoTokenizer` makes of the folder with its `tokenizer`.
+    """Compares the ids of `AutoTokenizer` of a folder with those of `tokenizer`, on `texts`.
 
-    Evaluation and training read `tokenizer`. For a base a difference is a warning.
+    Training and evaluation use `tokenizer`. For a base a difference is only a warning.
 
     Raises:
         ConversionError: the folder is an export, and the two differ.

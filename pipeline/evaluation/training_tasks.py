@@ -1,7 +1,7 @@
-"""lm-eval's tasks for a model in training, which scores its questions itself.
+"""lm-eval's tasks for a model in training.
 
-`scale-cpt evaluate` asks an exported model. Here lm-eval only makes the questions and counts the
-answers; the tokens are scored by the ranks that train.
+lm-eval makes the questions and counts the right answers. The ranks that train score the tokens:
+no export is needed, as `scale-cpt evaluate` needs one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.benchmarks import Tasks, load_tasks
 
 Question = tuple[list[int], list[int]]
-"""The ids of a context, at least one, and of what may follow it."""
+"""The ids of a context, at least one, and the ids of a continuation."""
 Answer = tuple[float, bool]
-"""The log likelihood of what follows, and whether it is the likeliest."""
+"""The log likelihood of the continuation, and whether each of its tokens is the likeliest one."""
 _SCORED = ("multiple_choice", "loglikelihood")
 """lm-eval's kinds of tasks that need no written answers."""
 _WRITTEN = "generate_until"
@@ -28,7 +28,13 @@ _WRITTEN = "generate_until"
 
 @dataclass(frozen=True)
 class WrittenQuestion:
-    """The ids of a prompt, at least one, and what ends its answer."""
+    """A question that is answered with a text.
+
+    Attributes:
+        prompt: the ids of the question, at least one.
+        new_tokens: the most tokens of an answer.
+        ends: texts that end an answer.
+    """
 
     prompt: list[int]
     new_tokens: int
@@ -68,13 +74,13 @@ def _check_written(name: str, options: dict[str, Any], sequence_length: int) -> 
     """Checks that the model in training can write a task's answers.
 
     Raises:
-        ConfigError: they are drawn at random, or leave no room for the question.
+        ConfigError: they are drawn at random, or leave no space for the question.
     """
     asked = _generation_options(options)
     if asked["do_sample"]:
         raise ConfigError(
-            f"validation.tasks {name}: expected answers of the likeliest tokens, found ones that "
-            "are drawn at random (do_sample); ask the export (scale-cpt evaluate --tasks)"
+            f"validation.tasks {name}: expected greedy answers, found answers that are drawn at "
+            "random (do_sample); ask the export (scale-cpt evaluate --tasks)"
         )
     if asked["max_gen_toks"] >= sequence_length:
         raise ConfigError(
@@ -85,7 +91,7 @@ def _check_written(name: str, options: dict[str, Any], sequence_length: int) -> 
 
 
 def _generation_options(options: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's options of a written answer, those that a task leaves out too."""
+    """lm-eval's options of a written answer, with its defaults where a task leaves them out."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     return dict(normalize_gen_kwargs(options))
@@ -97,11 +103,17 @@ def task_model(
     write: Callable[[Sequence[WrittenQuestion]], list[str]],
     max_length: int,
 ) -> Any:
-    """lm-eval's model whose questions `score` answers, and `write` those that take a text.
+    """A model for lm-eval that passes its questions to the ranks that train.
 
-    Every question follows what a document follows in training, as in `benchmark_model`. Of a longer
-    one the last `max_length` tokens are read, with the answer. A question raises DataError if an
-    answer has no token.
+    Every question follows the tokens that precede a document in training, as in `benchmark_model`.
+    Of a question and its answer the last `max_length` tokens are read. The model raises DataError
+    for a question whose answer has no token.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        score: answers questions with choices.
+        write: answers questions with a text.
+        max_length: the most tokens that the model reads.
     """
     # Here: the package is optional, and takes seconds to import.
     from lm_eval.api.model import TemplateLM
@@ -118,10 +130,13 @@ def task_model(
             self, string: str, add_special_tokens: bool | None = None, **options: Any
         ) -> list[int]:
             ids = ids_of(tokenizer, string, control=True)
-            return ids if add_special_tokens is False else [*before, *ids]
+            if add_special_tokens is False:
+                # The continuation of a context, which has the prefix.
+                return ids
+            return [*before, *ids]
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[Answer]:
-            # Its bars would tear ours.
+            # lm-eval's progress bars would break the lines of ours.
             answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=True)
             return answers
 
@@ -134,7 +149,7 @@ def task_model(
                         f"empty one after the tokens {context[-8:]}; leave that task out"
                     )
                 read = [*context, *continuation][-max_length:]
-                # Of what may follow at least one token is predicted from another.
+                # At least one token of context must be left, from which the first one is predicted.
                 following = min(len(continuation), len(read) - 1)
                 questions.append((read[:-following], read[-following:]))
             return score(questions)

@@ -39,12 +39,18 @@ def measure(
 ) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
 
-    `base` is the decoder itself, or of full fine-tuning the model that it was trained from.
+    Args:
+        decoder: the trained model, without a gate.
+        base: the base. It is `decoder` itself, except after full fine-tuning.
+        gate: the gate to measure.
+        heldout: the held-out samples of each corpus, by its name.
+        config: the run.
 
     Returns:
-        The effect on each corpus; and the largest difference of a logit from the base's where the
-        gate never opens. That is None if it opens in every sequence, and for full fine-tuning,
-        whose base runs by itself: nothing is to be compared before the export joins the two.
+        The effect on each corpus.
+        The largest difference of a logit from the base's, in sequences on which the gate never
+        opens. It is None if the gate opens in every sequence, and for full fine-tuning, where the
+        base is a model of its own: its logits are compared when the export joins the two models.
     """
     count = config.validation.max_sequences
     total = sum(min(count, len(samples)) for samples in heldout.values())
@@ -94,16 +100,18 @@ def _passes(
     decoder.gate = gate
     gated = decoder.hidden_states(*inputs)
     assert gated.closed is not None, "it has a gate"
-    # As if its gate were closed everywhere, so that the base gives no probability to new tokens.
+    # The base's pass counts as closed everywhere: the base gives no probability to new tokens.
     base = replace(base, closed=torch.ones_like(gated.closed))
 
-    # What the gate decides on padding is of no consequence: nothing is predicted there.
+    # Padding counts as closed, whatever the gate decides there: nothing is predicted on it.
     closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
     never_opens = closed.all(dim=1, keepdim=True)
     rows = (never_opens & group.present).flatten().to(targets.device)
-    difference = _largest_difference(decoder, gated, base, rows) if rows.any() else None
+    difference = None
+    if rows.any():
+        difference = _largest_difference(decoder, gated, base, rows)
 
-    nll = []
+    nll: list[Tensor] = []
     for hidden in (base, ungated, gated):
         nll.append(decoder.output(hidden, targets).nll.double().cpu())
     return closed, torch.stack(nll).view(3, *closed.shape), difference
@@ -116,8 +124,9 @@ def _passes_of_two(
     group: Windows,
     config: RunConfig,
 ) -> tuple[Tensor, Tensor]:
-    """As `_passes` where the base is a model of its own: an open token takes the trained model's
-    logits, a closed one the base's.
+    """As `_passes`, where the base is a model of its own.
+
+    An open token takes the logits of the trained model, a closed token those of the base.
 
     Returns:
         Where the gate is closed: bool [N, S].
@@ -126,15 +135,18 @@ def _passes_of_two(
     """
     inputs, targets = decoder_inputs(group, config, decoder)
     stream = base.base_stream(*inputs, layer=gate.layer)
-    document_ids = None if inputs.documents is None else inputs.documents.ids
+    document_ids = None
+    if inputs.documents is not None:
+        document_ids = inputs.documents.ids
     is_open = gate.is_open(stream, document_ids) | gate.opens_id(inputs.tokens)
     closed = ~is_open.cpu() | ~group.present
-    nll = []
+    nll: list[Tensor] = []
     for model in (base, decoder):
         found = model.output(model.hidden_states(*inputs), targets).nll
         nll.append(found.double().cpu().view(closed.shape))
-    of_base, of_trained = nll
-    return closed, torch.stack([of_base, of_trained, torch.where(closed, of_base, of_trained)])
+    base_nll, trained_nll = nll
+    gated_nll = torch.where(closed, base_nll, trained_nll)
+    return closed, torch.stack([base_nll, trained_nll, gated_nll])
 
 
 def _figures(
@@ -142,12 +154,17 @@ def _figures(
 ) -> HeldoutText:
     """The effect on the windows of a corpus.
 
-    closed: bool [N, S]; nll: [3, N, S], of the base, of the model without its gate, and with it;
-    base_tokens: the number of tokens that are not new.
+    Args:
+        role: the role of the corpus.
+        windows: N windows of S tokens.
+        closed: bool [N, S], where the gate is closed.
+        nll: [3, N, S], by the base, by the model without its gate, and with it.
+        base_tokens: the number of tokens of the base's vocabulary; new tokens have higher ids.
     """
     predicted = windows.targets != IGNORED
     base_nll, ungated_nll, gated_nll = nll
-    # A new token after a closed one has no probability: it counts as impossible, not as a loss.
+    # A new token after a closed token has the logit NEVER (-1e30), so its nll is about -NEVER. It
+    # counts as impossible, not as a loss, of which it would be all.
     possible = predicted & (gated_nll < -NEVER / 2)
     cost = gated_nll - ungated_nll
     is_first = windows.positions < FIRST_TOKENS
@@ -189,12 +206,15 @@ def loaded(model: TrainedModel) -> CausalDecoder:
 def decoder_inputs(
     group: Windows, config: RunConfig, decoder: CausalDecoder
 ) -> tuple[TokenBatch, Tensor]:
-    """What the decoder reads, and its targets [B · S], on the decoder's device.
+    """The decoder's inputs, and the targets [B · S], on the decoder's device.
 
-    It reads tokens and positions, [B, S] both, and where documents lie.
+    The inputs are tokens [B, S], positions [B, S], and the bounds of documents unless
+    `data.document_mask` is off.
     """
     device = decoder.device
-    documents = group.documents(device) if config.data.document_mask else None
+    documents = None
+    if config.data.document_mask:
+        documents = group.documents(device)
     batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
     return batch, group.targets.flatten().to(device)
 
@@ -208,7 +228,7 @@ def _largest_difference(
     rounding of a matrix product may depend on how many rows it has.
     """
     output = decoder.output
-    differences = []
+    differences: list[Tensor] = []
     for chunk in output.chunks(len(hidden.x)):
         difference = output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk))
         differences.append(difference.abs().amax(dim=-1)[rows[chunk]])

@@ -44,7 +44,7 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
         raise DataError(
             "gate: expected tokens of new text and of text that is not new, found one kind only"
         )
-    # The weights of a class sum to one half.
+    # The weights of each class sum to one half, so that the larger class does not dominate.
     weights = torch.where(is_new, 0.5 / positives, 0.5 / (count - positives)).to(features)
     targets = is_new.to(features)
     # At zero every token is as likely new as not: no seed enters the result.
@@ -78,10 +78,11 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
 def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
     """A threshold of the log odds, above which at most `max_open_fraction` of the scores lie.
 
-    It is above 0 (even odds), in the middle of the widest gap between scores that uses at least
-    half of that fraction. Tokens with equal states, such as the first of every document, have equal
-    scores: a threshold at one of them would let rounding decide about all. If the gaps are that
-    narrow, it is the first wider one above.
+    It is above 0 (even odds), and in the middle of the widest gap between two neighbouring
+    scores above which at least half of that fraction lies. Tokens with equal states, such as the
+    first of every document, have equal scores: with a threshold at one of these scores, rounding
+    would decide whether they open. If the widest gap is as narrow as rounding, the next wider gap
+    above it is taken.
 
     Args:
         scores: [N], the scores of tokens that are not new.
@@ -104,10 +105,10 @@ def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
     gaps = above - below
     # Not the topmost gaps: they use little of the fraction that the user allows, and close more
     # new text than need be.
-    half = allowed // 2
-    place = half + int(gaps[half:].argmax())
+    fewest = allowed // 2
+    place = fewest + int(gaps[fewest:].argmax())
     if gaps[place] < _EQUAL:
-        # Gap 0 is 1 wide, so there is always a wide one.
+        # Gap 0, above the highest score, was made 1 wide: there is always one.
         place = int((gaps >= _EQUAL).nonzero().max())
     return float((above[place] + below[place]) / 2)
 

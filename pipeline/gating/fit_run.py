@@ -1,4 +1,6 @@
-"""Fits the gate of a run's newest checkpoint, measures it on held-out text, and publishes both."""
+"""The stage `gate`: fits the gate of a run's newest checkpoint, measures it on held-out text, and
+writes it with its figures.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from pipeline.gating.folder import (
     open_gate,
     write_gate,
 )
-from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
+from pipeline.gating.gate import FittedGate, gate_features
 from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
@@ -44,9 +46,9 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5
-"""The largest share of self-generated text that may be of the new text's kind."""
+"""The largest share of self-generated text that may look like the new text."""
 MOST_COST = 0.02
-"""The largest relative growth of new text's perplexity by the gate without a warning."""
+"""By what share the gate may raise the perplexity of new text without a warning."""
 _logger = log.get_logger(__name__)
 
 
@@ -56,7 +58,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     The gate and its record are written to `<folder>/gate`.
 
     Returns:
-        The record; and whether it was fitted now, False if an equal request had already made it.
+        The record of the gate.
+        Whether it was fitted now; False if an earlier call with an equal request had written it.
 
     Raises:
         ConfigError: gate.layer is not in the base.
@@ -73,6 +76,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     if found is not None and found.request == request:
         return found, False
 
+    # Before the long work: a damaged checkpoint would give a gate of other weights.
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
@@ -93,8 +97,9 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     fit = fit_on(BaseStream(base, layer), text, config.gate)
     open_ids = NO_OPEN_IDS
     if config.gate.open_ids is not None:
-        open_ids = _open_ids(config, config.gate.open_ids, model, fit.own_ids)
+        open_ids = _open_ids(config, config.gate.open_ids, model, fit.self_generated_ids)
     gate = replace(fit.gate, open_ids=open_ids.ids)
+    # On text that was not used for fitting. A token is open by its score, or by its id.
     is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
     is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
     texts, difference = measure(decoder, base, gate, heldout, config)
@@ -105,7 +110,10 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
     record = GateRecord(
         request=request,
-        **{name: getattr(gate, name) for name in NUMBERS},
+        layer=gate.layer,
+        features=gate.features,
+        bias=gate.bias,
+        threshold=gate.threshold,
         open_ids=len(gate.open_ids),
         open_ids_of_new=open_ids.of_new,
         open_ids_of_old=open_ids.of_old,
@@ -122,7 +130,10 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
 
 
 def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -> FittingText:
-    """The windows to fit on; with an extended vocabulary without its new tokens."""
+    """The windows to fit on.
+
+    The new tokens of an extended vocabulary are left out: they are open whatever their score.
+    """
     if config.vocabulary is None:
         return read_fitting_text(config, settings, fingerprint)
     vocabulary = read_vocabulary(config.vocabulary.folder)
@@ -134,24 +145,25 @@ def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -
 
 
 def _open_ids(
-    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, own_ids: Tensor
+    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, self_generated_ids: Tensor
 ) -> OpenIds:
-    """The ids that the gate opens, by the corpora of role new, and by old text.
+    """The ids that the gate opens, chosen by the counts of the corpora of role new and of old text.
 
-    Old text is what was read of self-generated text, and all corpora of role replay.
+    Old text is the self-generated text that was read, and all corpora of role replay.
 
-    own_ids: [Q], as in `Fit`.
+    self_generated_ids: [Q], as in `Fit`.
 
     Raises:
         DataError: a corpus is missing, damaged, or not of this tokenizer.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    # With new tokens, which are open anyway: the base's ids come first.
+    # The corpora also hold ids of new tokens, which come after the base's. They are counted, and
+    # left out below: they are open anyway.
     rows = model.spec.vocab_size
     base_rows = model.base.spec.vocab_size
     new = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer.fingerprint)
     old = token_counts(config, "replay", rows, tokenizer_fingerprint=tokenizer.fingerprint)
-    old += np.bincount(own_ids.numpy(), minlength=rows)
+    old += np.bincount(self_generated_ids.numpy(), minlength=rows)
     return choose_open_ids(
         new[:base_rows],
         old[:base_rows],
@@ -161,7 +173,7 @@ def _open_ids(
 
 
 def _earlier(folder: Path) -> GateRecord | None:
-    """The record of the gate in `folder`; None if there is none, or a changed one to fit again."""
+    """The record of the gate in `folder`; None if there is none, or if it must be fitted again."""
     if not (folder / GATE_RECORD).exists():
         return None
     try:
@@ -186,15 +198,19 @@ def warn_of_cost(record: GateRecord) -> None:
             )
         if text.impossible_fraction > MOST_COST:
             _logger.warning(
-                "%s: %.1f %% of its tokens are new tokens behind a token on which the gate closes: "
-                "the gated model cannot write them",
+                "%s: %.1f %% of its tokens are new tokens after a closed token: the gated model "
+                "cannot write them",
                 name,
                 100 * text.impossible_fraction,
             )
 
 
 class BaseStream:
-    """The base's stream before `layer` of a decoder, which must have it there exactly."""
+    """The base's stream before layer `layer` of a decoder.
+
+    No trained weights may change it there: the decoder is the base itself, or a model whose trained
+    weights begin further up or are left out of the base's path.
+    """
 
     def __init__(self, decoder: CausalDecoder, layer: int) -> None:
         self.device = decoder.device
@@ -202,13 +218,13 @@ class BaseStream:
         self.decoder = decoder
 
     def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
-        """The features of the tokens that are present, in order.
+        """The features of the T tokens that are present, in order.
 
         Returns:
             features: [T, F], in fp32 on the CPU.
             is_new: bool [T].
         """
-        found = []
+        found: list[Tensor] = []
         for group, stream in self._streams(windows, "reading the base's states"):
             features = gate_features(stream, kind, group.document_ids.to(self.device))
             found.append(features[group.present.to(self.device)].cpu())
@@ -216,7 +232,7 @@ class BaseStream:
 
     def scores(self, windows: Windows, gate: FittedGate) -> Tensor:
         """The gate's scores: [N, S], on the CPU."""
-        found = []
+        found: list[Tensor] = []
         for group, stream in self._streams(windows, "testing the gate"):
             found.append(gate.scores(stream, group.document_ids.to(self.device)).cpu())
         return torch.cat(found)
@@ -240,14 +256,14 @@ class Fit(NamedTuple):
 
     Attributes:
         gate: with its threshold.
-        new: [P], the scores of tokens of new text.
-        negatives: [M], the scores of tokens of other text.
-        left_out: the share of the self-generated text that counts as neither, because it is of the
-            new text's kind.
-        new_ids: [P], the ids of those tokens of new text.
-        negative_ids: [M], the ids of those tokens of other text.
-        own_ids: [Q], the ids of all tokens that were read of what the base wrote itself, without
-            those that look new.
+        new: [P], the scores of unused tokens of new text.
+        negatives: [M], the scores of unused tokens of other text.
+        left_out: the share of the self-generated text whose documents look like the new text. It
+            counts neither as new nor as other text.
+        new_ids: [P], the ids of the tokens whose scores are `new`.
+        negative_ids: [M], the ids of the tokens whose scores are `negatives`.
+        self_generated_ids: [Q], the ids of all self-generated tokens that were read, without tokens
+            that look new.
     """
 
     gate: FittedGate
@@ -256,16 +272,19 @@ class Fit(NamedTuple):
     left_out: float
     new_ids: Tensor
     negative_ids: Tensor
-    own_ids: Tensor
+    self_generated_ids: Tensor
 
 
 def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
     """A gate that reads `stream`, fitted on `text.fit`, with a threshold from `text.unused`.
 
-    Documents in which the base wrote the new text's kind are left out after a first fit.
+    A base that knows a little of the new language may write in it. So the gate is fitted twice: the
+    first fit finds self-generated documents that look like the new text, and the second leaves them
+    out.
 
     Raises:
-        DataError: the text is too little, or most of what the base wrote is of the new text's kind.
+        DataError: the text is too little, or most of the self-generated text looks like the new
+            text.
     """
     features, is_new = stream.features(text.fit, settings.features)
     mean, std = standardisation(features)
@@ -276,6 +295,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
     is_open = torch.zeros_like(text.fit.present)
     is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
     fit = text.fit.without_new_kind(is_open)
+    # Of the rows of `features`, which are the tokens that were present before.
     kept = fit.present[text.fit.present]
     if not kept.all():
         weight, bias = fit_logistic(
@@ -286,13 +306,15 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
 
     scores = stream.scores(text.unused, gate)
     unused = text.unused.without_new_kind(scores > 0)
-    own_before = int((text.unused.present & text.unused.is_own).sum())
-    own_after = int((unused.present & unused.is_own).sum())
-    left_out = 1 - own_after / own_before if own_before else 0.0
+    before = int((text.unused.present & text.unused.is_self_generated).sum())
+    after = int((unused.present & unused.is_self_generated).sum())
+    left_out = 0.0
+    if before > 0:
+        left_out = 1 - after / before
     if left_out > MOST_LEFT_OUT:
         raise DataError(
-            f"gate: {left_out:.0%} of what the base wrote itself looks like the new text, expected "
-            f"at most {MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or "
+            f"gate: {left_out:.0%} of the self-generated text looks like the new text, expected at "
+            f"most {MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or "
             "remove the section gate"
         )
     new = scores[unused.present & unused.is_new]
@@ -305,12 +327,14 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
         left_out=left_out,
         new_ids=unused.tokens[unused.present & unused.is_new],
         negative_ids=unused.tokens[unused.present & ~unused.is_new],
-        own_ids=torch.cat([fit.own_ids(is_open), unused.own_ids(scores > 0)]),
+        self_generated_ids=torch.cat(
+            [fit.self_generated_ids(is_open), unused.self_generated_ids(scores > 0)]
+        ),
     )
 
 
 def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
-    """What a gate depends on: the checkpoint, the settings, the seed, and the corpora it reads."""
+    """What a gate depends on. A gate that was fitted for an equal request is not fitted again."""
     folders: list[Path] = []
     for name in config.data.corpora:
         folders.append(train_folder(config.data, name))
@@ -345,7 +369,7 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     if layer > plan.last_exact_layer:
         _logger.info(
             "gate.layer %d is above layer %d, where trained weights begin: the %d layers between "
-            "run twice, once of them the base's",
+            "run twice, once with the base's weights alone",
             layer,
             plan.last_exact_layer,
             layer - plan.last_exact_layer,
@@ -367,12 +391,12 @@ def as_text(record: GateRecord) -> str:
         rows.append(row)
     impossible = max(text.impossible_fraction for text in record.heldout.values())
     facts = (
-        f"reads {record.features} before layer {record.layer}; of unused text: "
-        f"AUC {record.auc:.5f}, closed, of new: {record.closed_fraction_of_new:.2%}; "
-        f"open, of other: {record.open_fraction_of_negatives:.2%}; "
-        f"left out of the base's own: {record.left_out_of_own_text:.2%}; "
-        f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of new text's tokens; "
-        "impossible, as new tokens after a closed token: "
-        f"{impossible:.2%} of the tokens of a corpus at most"
+        f"the gate reads {record.features} before layer {record.layer}; on text not used for "
+        f"fitting: AUC {record.auc:.5f}, {record.closed_fraction_of_new:.2%} of new tokens closed, "
+        f"{record.open_fraction_of_negatives:.2%} of other tokens open; "
+        f"{record.left_out_of_own_text:.2%} of the self-generated text left out; "
+        f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of the tokens of new text; "
+        f"at most {impossible:.2%} of a corpus's tokens are impossible: new tokens after a closed "
+        "token"
     )
     return f"{table(header, rows)}\n\n{facts}"

@@ -1,5 +1,5 @@
-"""A fitted gate on disk: gate.safetensors holds its tensors, gate.json everything else and how well
-it does.
+"""A fitted gate on disk: its tensors in gate.safetensors; its numbers, and figures of how well it
+separates texts, in gate.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.files.folders import FolderKind, published_folder
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_record, write_record
 from pipeline.files.reading import read_bytes
-from pipeline.gating.gate import NUMBERS, FittedGate
+from pipeline.gating.gate import FittedGate
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -29,18 +29,17 @@ GATE = FolderKind("a gate", GATE_RECORD, FORMAT)
 _TENSOR_FILE = "gate.safetensors"
 _OPEN_IDS = "open_ids"
 _AGAIN = "fit the gate again with scale-cpt gate"
-
-
 FIRST_TOKENS = 4
-"""Of a document, or of a sample that continues one: a gate can hardly tell there what the text is.
+"""How many tokens count as the first ones of a document, or of a sample that continues one. A gate
+has read too little there to tell the kind of the text, so their cost is measured apart.
 """
 
 
 class HeldoutText(BaseModel):
     """What the gate does to the held-out part of a corpus.
 
-    Perplexities are None if that part predicts nothing, the base's also if it holds tokens that the
-    base does not have.
+    Perplexities are None if nothing is predicted in that part. The base's is also None if the part
+    holds tokens that the base does not have.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,28 +49,32 @@ class HeldoutText(BaseModel):
     tokens: int
     open_fraction: float
     closed_sequences: int
-    """on which every token is closed"""
+    """number of sequences of which every token is closed"""
     impossible_fraction: float = 0.0
-    """of the predicted tokens: new tokens after a closed token, whose probability is zero; no
-    perplexity counts them
+    """share of the predicted tokens that are new tokens after a closed token: their probability is
+    zero, and no perplexity counts them
     """
     cost_of_first_tokens: float | None = None
     """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not
     measured
     """
     cost_of_later_tokens: float | None = None
+    """nats a token by which the gate raises the loss on all other tokens; None: not measured"""
     base_perplexity: float | None
     ungated_perplexity: float | None
     gated_perplexity: float | None
 
     @property
     def cost(self) -> float:
-        """The factor by which the gate raises the perplexity, less 1."""
-        return (self.gated_perplexity or math.inf) / (self.ungated_perplexity or math.inf) - 1
+        """By what share the gate raises the perplexity: 0.02 is 2 % more."""
+        # A perplexity that overflows is stored as None. With the gate alone it is infinite growth.
+        gated = self.gated_perplexity or math.inf
+        ungated = self.ungated_perplexity or math.inf
+        return gated / ungated - 1
 
 
 class GateRecord(BaseModel):
-    """The contents of gate.json. Those of earlier versions hold more, which nothing reads."""
+    """The contents of gate.json. Files of earlier versions have more entries; they are not read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,29 +85,33 @@ class GateRecord(BaseModel):
     features: GateFeatures
     bias: float
     threshold: float
-    """of the score, the log odds of new text; the score of an open token is above it"""
+    """score above which a token is open; a score is the log odds that the text is new"""
     lower: None = None
-    """of gates of earlier versions, which had a mean between two thresholds: they are fitted again
+    """second threshold of gates of earlier versions, which are refused and fitted again: always
+    null
     """
     open_ids: int = 0
-    """how many ids are open whatever their score; which ones, the file of tensors says"""
+    """number of ids that are open whatever their score; gate.safetensors holds the ids"""
     open_ids_of_new: float = 0.0
     """their share of the tokens of the corpora of role new"""
     open_ids_of_old: float = 0.0
     """their share of the tokens of the old text that was read"""
     auc: float
-    """on text not used for fitting, as all that follows: the share of the pairs of a new token and
-    another that the score orders correctly"""
+    """share of the pairs of a new token and another token that the score orders correctly; as all
+    figures below, on text that was not used for fitting"""
     closed_fraction_of_new: float
+    """share of the tokens of new text on which the gate is closed"""
     open_fraction_of_negatives: float
+    """share of the tokens of other text on which the gate is open"""
     left_out_of_own_text: float
-    """the share of the base's own text that is of the new text's kind, by documents; it counts as
-    no negative
+    """share of the self-generated text, in tokens, whose documents look like the new text; they
+    were left out of fitting
     """
     heldout: dict[str, HeldoutText]
     closed_max_abs_logit_difference: float | None
-    """from the base, over held-out sequences on which the gate never opens; None if there is none,
-    and for full fine-tuning, whose export is compared instead
+    """largest difference of a logit from the base's, in held-out sequences on which the gate
+    never opens; None if there is no such sequence, and for full fine-tuning, whose export is
+    compared instead
     """
     tensors_hash: str = ""
     """SHA-256 of gate.safetensors"""
@@ -113,10 +120,14 @@ class GateRecord(BaseModel):
 def write_gate(folder: Path, gate: FittedGate, record: GateRecord) -> None:
     """Writes a gate to `folder`, completely or not at all; replaces an earlier one.
 
-    Raises OutputError if `folder` is something else.
+    Raises:
+        OutputError: `folder` is something else.
     """
     with published_folder(folder, GATE) as partial:
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in gate.tensors.items():
+            # safetensors stores contiguous tensors only.
+            tensors[name] = tensor.cpu().contiguous()
         tensors[_OPEN_IDS] = torch.tensor(gate.open_ids, dtype=torch.long)
         save_file(tensors, partial / _TENSOR_FILE)
         stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
@@ -126,12 +137,12 @@ def write_gate(folder: Path, gate: FittedGate, record: GateRecord) -> None:
 def open_record(folder: Path) -> GateRecord:
     """The gate.json of the gate in `folder`.
 
-    Raises CheckpointError if it is missing, damaged, changed by hand, or not one of this version.
+    Raises:
+        CheckpointError: it is missing, damaged, changed by hand, or not one of this version.
     """
     path = folder / GATE_RECORD
     try:
-        # Its figures are what an export is trusted by: one without a checksum might hold any
-        # threshold.
+        # An export takes the threshold from this file: a checksum shows whether it was changed.
         return read_record(path, GateRecord, CheckpointError, _AGAIN, needs_checksum=True)
     except FileNotFoundError:
         raise CheckpointError(
@@ -143,12 +154,15 @@ def open_record(folder: Path) -> GateRecord:
 def open_gate(folder: Path) -> tuple[FittedGate, GateRecord]:
     """The gate that `write_gate` wrote to `folder`, and its record.
 
-    Raises CheckpointError if it is missing or damaged.
+    Raises:
+        CheckpointError: it is missing or damaged.
     """
-    record, path = open_record(folder), folder / _TENSOR_FILE
+    record = open_record(folder)
+    path = folder / _TENSOR_FILE
     try:
         content = read_bytes(path, CheckpointError, _AGAIN)
     except FileNotFoundError:
+        # Its hash is none that a record has, so that a missing file is reported below.
         content = b""
     if hashlib.sha256(content).hexdigest() != record.tensors_hash:
         raise CheckpointError(
@@ -157,6 +171,14 @@ def open_gate(folder: Path) -> tuple[FittedGate, GateRecord]:
     tensors = load(content)
     # Gates of earlier versions have none.
     open_ids = tensors.pop(_OPEN_IDS, torch.empty(0, dtype=torch.long))
-    of_scores = {name: tensor.float() for name, tensor in tensors.items()}
-    numbers = record.model_dump(include=set(NUMBERS))
-    return FittedGate(**numbers, **of_scores, open_ids=tuple(open_ids.tolist())), record
+    gate = FittedGate(
+        layer=record.layer,
+        features=record.features,
+        mean=tensors["mean"].float(),
+        std=tensors["std"].float(),
+        weight=tensors["weight"].float(),
+        bias=record.bias,
+        threshold=record.threshold,
+        open_ids=tuple(open_ids.tolist()),
+    )
+    return gate, record

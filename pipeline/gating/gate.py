@@ -1,11 +1,11 @@
-"""The gate: a logistic probe on the base stream that decides per token whether the text is new.
+"""The gate: a logistic regression on the base stream that decides whether a token is of new text.
 
-A closed token takes no W12 and no Z^up: it gets what the base gives. The gate reads the stream
-where no trained block has changed it, so its decisions do not depend on what was trained. It is
-fitted after training, and used in inference only (docs/gate.md).
+A closed token takes no W12 and no Z^up: it gets the base's result. The gate reads the stream where
+no trained block has changed it, so its decisions do not depend on what was trained. It is fitted
+after training, and used in inference only (docs/gate.md).
 
-Ids that old text never has are open whatever the probe says, as new tokens of an extended
-vocabulary are.
+Ids that old text hardly ever has are open whatever their score. So are the new tokens of an
+extended vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.config.gate import GateFeatures
 from pipeline.scale_math import gate_scores, running_mean, stream_over_rms
 
 NUMBERS = ("layer", "features", "bias", "threshold")
-"""All that a gate consists of beside its tensors, by name."""
+"""The fields of a gate that are no tensors; gate.json and an export's config.json hold them."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class FittedGate:
 def gate_features(x: Tensor, features: GateFeatures, document_ids: Tensor | None = None) -> Tensor:
     """What a gate reads of the base stream x [B, S, D]: [B, S, F] in fp32.
 
-    That is x over its root mean square, and with `token+running_mean` also the running mean of
-    that.
+    The first D features are x over its root mean square. With `token+running_mean` the other D are
+    the mean of these over the document up to the token.
     """
     normal = stream_over_rms(x)
     if features == "token":

@@ -38,11 +38,15 @@ NO_OPEN_IDS = OpenIds((), 0.0, 0.0)
 def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozenset[int]) -> OpenIds:
     """The ids that new text has often, and old text hardly ever.
 
-    An id opens if it occurs at least `min_count` times in the new text, if its share of the new
-    text is above the share that one may have in old text without occurring in what was read of it,
-    and above RATIO times the share that it has in that. So no id opens only because little old text
-    was read, or very much new text; and a word of the new language that the base once wrote in
-    other text does not keep its id closed.
+    An id opens if all three hold:
+
+    - it occurs at least `min_count` times in the new text;
+    - its share of the new text is above UNSEEN_COUNT / N, where N tokens of old text were read: an
+      id with a smaller share of old text may be absent from them by chance;
+    - its share of the new text is above RATIO times its share of the old text that was read.
+
+    So no id opens only because little old text was read, or very much new text. And a word of the
+    new language that the base once wrote in other text does not keep its id closed.
 
     Args:
         new: the counts of the new text.
@@ -52,6 +56,7 @@ def choose_open_ids(new: Counts, old: Counts, *, min_count: int, never: frozense
     """
     read_of_new = max(1, int(new.sum()))
     read_of_old = max(1, int(old.sum()))
+    # Both limits on the share at once: RATIO * old / N, and UNSEEN_COUNT / N for rare ids.
     least_share = np.maximum(UNSEEN_COUNT, RATIO * old) / read_of_old
     is_open = (new >= min_count) & (new / read_of_new > least_share)
     is_open[[token for token in never if token < len(new)]] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ class Windows:
     document_ids: Tensor
     is_new: Tensor
     """bool: which tokens are new text"""
-    is_own: Tensor
-    """bool: which tokens the base wrote itself"""
+    is_self_generated: Tensor
+    """bool: which tokens are of text that the base wrote itself"""
     present: Tensor
     """bool: which tokens are neither padding nor left out"""
 
@@ -52,7 +52,10 @@ class Windows:
 
     def rows(self, rows: slice | Tensor) -> Windows:
         """Some of the windows; rows: a slice, or a mask [N]."""
-        return Windows(*(tensor[rows] for tensor in vars(self).values()))
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in vars(self).items():
+            tensors[name] = tensor[rows]
+        return Windows(**tensors)
 
     def without_tokens_from(self, first: int) -> Windows:
         """These windows without ids from `first` on: new tokens, which need no gate."""
@@ -64,20 +67,22 @@ class Windows:
         A base that knows a little of the new language writes in it now and then. That is not text
         to stay closed on. is_open: bool [N, S], the tokens that look new.
         """
-        return replace(self, present=self.present & ~(self.is_own & self.mostly(is_open)))
+        return replace(
+            self, present=self.present & ~(self.is_self_generated & self.mostly(is_open))
+        )
 
-    def own_ids(self, is_open: Tensor) -> Tensor:
-        """The ids of what the base wrote itself: [T].
+    def self_generated_ids(self, is_open: Tensor) -> Tensor:
+        """The ids of self-generated text, without tokens that look new: [T].
 
-        A base that knows a little of the new language writes words of it in other text too: tokens
-        that look new are left out. is_open: bool [N, S], the tokens that look new.
+        A base that knows a little of the new language writes words of it in other text too.
+        is_open: bool [N, S], the tokens that look new.
         """
-        return self.tokens[self.present & self.is_own & ~is_open]
+        return self.tokens[self.present & self.is_self_generated & ~is_open]
 
     def mostly(self, is_open: Tensor) -> Tensor:
         """The tokens of documents of which most present tokens are open: bool [N, S]."""
-        # A number for each document of all windows: document_ids count from 0 in each window, and
-        # there are at most S of them.
+        # document_ids count from 0 in each window, and a window has at most S documents: with
+        # row * S added, each document of all windows has a number of its own.
         length = self.tokens.shape[1]
         first = torch.arange(len(self)).unsqueeze(1) * length
         document = (first + self.document_ids).flatten()
@@ -102,41 +107,49 @@ def read_fitting_text(
     tokenizer_fingerprint: str,
     sampled_fingerprint: str | None = None,
 ) -> FittingText:
-    """The windows that the section `gate` asks for; which they are depends on the run's seed.
+    """The windows that the section `gate` asks for; the run's seed decides which ones.
 
-    Of a corpus that is too small, half of the windows are to fit on. The fingerprints are those of
-    `TrainingSamples`.
+    A corpus with fewer than `gate.tokens` tokens is divided in halves: one to fit on, and one to
+    set the threshold.
+
+    Args:
+        config: the run.
+        settings: its section `gate`.
+        tokenizer_fingerprint: of the tokenizer that made the corpora.
+        sampled_fingerprint: of the tokenizer that made self-generated corpora, where it is another.
 
     Raises:
         DataError: a corpus is missing, damaged, or too small to be divided.
     """
-    new_names = [name for name, corpus in config.data.corpora.items() if corpus.role == "new"]
-    new = _texts_of(new_names, config, settings, tokenizer_fingerprint, sampled_fingerprint)
-    old = _texts_of(
+    new_names: list[str] = []
+    for name, corpus in config.data.corpora.items():
+        if corpus.role == "new":
+            new_names.append(name)
+    new = _read_corpora(new_names, config, settings, tokenizer_fingerprint, sampled_fingerprint)
+    old = _read_corpora(
         config.gate_negatives, config, settings, tokenizer_fingerprint, sampled_fingerprint
     )
-    old_fit = joined([text.fit for text in old])
-    new_fit = joined([text.fit for text in new])
-    fit = [old_fit, new_fit]
+    fit = [old.fit, new.fit]
     if settings.splices:
-        fit.append(spliced(old_fit, new_fit, config.seed))
-    return FittingText(joined(fit), joined([text.unused for text in (*old, *new)]))
+        fit.append(spliced(old.fit, new.fit, config.seed))
+    return FittingText(fit=joined(fit), unused=joined([old.unused, new.unused]))
 
 
-def _texts_of(
+def _read_corpora(
     names: Sequence[str],
     config: RunConfig,
     settings: GateSettings,
     tokenizer_fingerprint: str,
     sampled_fingerprint: str | None,
-) -> list[FittingText]:
-    """The windows of each of the corpora `names`, all of new text or all of other text.
+) -> FittingText:
+    """The windows of the corpora `names`, all of new text or all of other text.
 
     A corpus gets a share of `settings.tokens` by its weight among them.
     """
     corpora = config.data.corpora
     weights = sum(corpora[name].weight for name in names)
-    texts = []
+    fit: list[Windows] = []
+    unused: list[Windows] = []
     for name in names:
         corpus = corpora[name]
         fingerprint = tokenizer_fingerprint
@@ -157,20 +170,23 @@ def _texts_of(
         order = Permutation(len(packed), mix(config.seed, *name.encode()))
         samples = [packed[order[index]] for index in range(2 * count)]
         is_new = corpus.role == "new"
-        is_own = corpus.role == "self_generated"
-        texts.append(
-            FittingText(
-                fit=as_windows(samples[:count], is_new=is_new, is_own=is_own),
-                unused=as_windows(samples[count:], is_new=is_new, is_own=is_own),
-            )
+        is_self_generated = corpus.role == "self_generated"
+        fit.append(as_windows(samples[:count], is_new=is_new, is_self_generated=is_self_generated))
+        unused.append(
+            as_windows(samples[count:], is_new=is_new, is_self_generated=is_self_generated)
         )
-    return texts
+    return FittingText(fit=joined(fit), unused=joined(unused))
 
 
-def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False) -> Windows:
+def as_windows(
+    samples: Sequence[Sample], *, is_new: bool, is_self_generated: bool = False
+) -> Windows:
     """Samples of S tokens as windows.
 
-    All are of new text or all of other text (`is_new`), which the base may have written (`is_own`).
+    Args:
+        samples: at least one.
+        is_new: whether all of them are new text; if not, all are other text.
+        is_self_generated: whether the base wrote them.
     """
     present = torch.from_numpy(np.stack([_present(sample) for sample in samples]))
     return Windows(
@@ -179,7 +195,7 @@ def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False)
         positions=_stacked(samples, "positions"),
         document_ids=_stacked(samples, "document_ids"),
         is_new=torch.full_like(present, is_new),
-        is_own=torch.full_like(present, is_own),
+        is_self_generated=torch.full_like(present, is_self_generated),
         present=present,
     )
 
@@ -190,10 +206,11 @@ def _stacked(samples: Sequence[Sample], name: str) -> Tensor:
 
 
 def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which tokens are no padding.
+    """Which tokens are no padding: bool [S].
 
-    Padding is a last document of one token, repeated, with nothing to predict. A document of a
-    single token at the end of a sample is taken for padding too.
+    Samples do not say where their padding is. It is a last document of one token, repeated, with
+    nothing to predict. A document of a single token at the end of a sample is taken for padding
+    too.
     """
     last = sample.document_ids == sample.document_ids[-1]
     predicts_nothing = (sample.targets[last] == IGNORED).all()
@@ -247,11 +264,14 @@ def _splice(first: Windows, second: Windows, cut: int) -> Windows:
         document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
         is_new=is_new,
         # Such a document is of both kinds, and none is left out.
-        is_own=torch.zeros_like(is_new),
+        is_self_generated=torch.zeros_like(is_new),
         present=both("present"),
     )
 
 
 def joined(parts: Sequence[Windows]) -> Windows:
     """The windows of all parts, one after the other."""
-    return Windows(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+    tensors: dict[str, Tensor] = {}
+    for field in fields(Windows):
+        tensors[field.name] = torch.cat([getattr(part, field.name) for part in parts])
+    return Windows(**tensors)

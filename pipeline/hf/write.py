@@ -38,6 +38,8 @@ CONFIGURATION = "configuration_"
 first."""
 CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
 """The file of code that every folder of the scale format carries."""
+_INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+"""The types of tables of ids, by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,13 @@ def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
             safe_open(path, framework="pt") as file,
         ):
             for name in file.keys():  # noqa: SIM118  # it is no dictionary
-                # A gate stays in fp32: 16 bits would change decisions.
-                dtype = torch.float32 if name.startswith("token_gate.") else None
-                shape = tuple(file.get_slice(name).get_shape())
+                part = file.get_slice(name)
+                dtype: torch.dtype | None = None
+                if name.startswith("token_gate."):
+                    dtype = torch.float32  # 16 bits would change decisions
+                elif part.get_dtype() in _INTEGERS:
+                    dtype = _INTEGERS[part.get_dtype()]  # a table of ids
+                shape = tuple(part.get_shape())
                 make = partial(_read_tensor, path, name)
                 found[name] = PlannedTensor(name, shape, make, dtype)
     return found

@@ -38,6 +38,7 @@ from pipeline.model.from_hf import check_weights, is_base
 from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
@@ -72,6 +73,7 @@ class FrozenBaseMethod(TrainingMethod):
         )
         check_tensor_parallel(plan, tp.size)
         model = build_decoder(spec, plan, tp)
+        check_rank(model, self.settings)
         # Only what the method adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
             # No gradient masks: a frozen block is a parameter of its own, for which autograd
@@ -121,6 +123,33 @@ class FrozenBaseMethod(TrainingMethod):
             # the machine, so ranks that each computed one could differ.
             read = partial(expansion.read, name, shape, partition, tp.rank, tp.size)
             fill(parameter, tp, read)
+
+
+def check_rank(model: CausalDecoder, settings: ScaleMethod | Lora) -> None:
+    """Checks that low-rank differences have no rank above that of their linear maps.
+
+    Raises:
+        ConfigError: one has: it would hold more numbers than the map, and learn no more.
+    """
+    sides: dict[str, int] = {}
+    rank = 0
+    for path, module in model.named_modules():
+        if isinstance(module, LowRankAdapter):
+            rank, size_in = full_shape_of(module.a)
+            size_out, _ = full_shape_of(module.b)
+            sides[path.removesuffix(".adapter")] = min(size_in, size_out)
+    if not sides:
+        return
+    narrowest = min(sides, key=sides.__getitem__)
+    if not model.spec.is_native:
+        # transformers' own maps may have a single channel, such as the weight of a shared expert.
+        narrowest = max(sides, key=sides.__getitem__)
+    if rank > sides[narrowest]:
+        setting = "method.rank" if isinstance(settings, Lora) else "method.low_rank"
+        raise ConfigError(
+            f"{setting}: expected at most {sides[narrowest]}, the narrower side of the base's map "
+            f"{narrowest}, found {rank}"
+        )
 
 
 class Scale(FrozenBaseMethod):
@@ -216,6 +245,7 @@ def upscale(
     # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
         model = build_decoder(base.spec, plan)
+    check_rank(model, settings)
     whole_base: nn.Module | None = None
     # Before the decompositions, which take minutes, and would end at a tensor that is missing.
     if isinstance(base, HostedFolder):

@@ -7,7 +7,8 @@ would cast the scales to 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.sharding import (
@@ -29,13 +31,12 @@ from pipeline.parallel.sharding import (
 from pipeline.parallel.topology import TensorParallel
 
 QuantizedPrecision = Literal["fp8", "nf4"]
-Fp8Scaling = Literal["tensor", "row"]
-"""What shares a scale in a matrix in fp8: all elements, or those of a row."""
-GradientPrecision = Literal["e4m3", "e5m2", "bf16"]
-"""How the product with a gradient is computed: in one of the types of fp8, or in bf16 with the
-decoded matrix."""
 FP8 = torch.float8_e4m3fn
-_GRADIENT_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_GRADIENT_TYPES: dict[GradientPrecision, torch.dtype] = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+"""The types in which gradients are rounded to fp8."""
 BLOCK = 64
 """Columns that share a scale in nf4."""
 # The quantiles of a normal distribution (Dettmers et al. 2023), as bitsandbytes rounds them.
@@ -305,7 +306,9 @@ def stored_parameter(
         scaling = "row"
     fp8_devices: tuple[str, ...] = ()
     if precision == "fp8" and not is_of_experts:
-        fp8_devices = _fp8_devices(rows, columns, skip_small=recipe.skip_small)
+        is_skipped = recipe.skip_small and _is_small(shape)
+        if not is_skipped and rows % _ALIGNED == 0 and columns % _ALIGNED == 0:
+            fp8_devices = _fp8_devices()
     quantization = Quantization(precision, rows, columns, scaling, recipe.gradient, fp8_devices)
     stored: Any = nn.Parameter(
         torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device),
@@ -318,18 +321,22 @@ def stored_parameter(
     return stored
 
 
-def _fp8_devices(rows: int, columns: int, *, skip_small: bool) -> tuple[str, ...]:
-    """The types of devices that multiply by a matrix [rows, columns] in fp8, with bf16 activations.
+def _is_small(shape: Sequence[int]) -> bool:
+    """Whether a matrix of `shape` is small, whole: what a run computes in fp8 must not depend on
+    its tensor-parallel size."""
+    return min(shape) <= _SMALL and max(shape) <= _SMALL_BESIDE
+
+
+def _fp8_devices() -> tuple[str, ...]:
+    """The types of devices that compute in fp8, with bf16 activations.
 
     A CPU computes what GPUs compute, for tests and for runs that try a configuration. The meta
-    device stands for a GPU.
+    device stands for this machine's GPU, or for a Hopper where there is none.
     """
-    if rows % _ALIGNED or columns % _ALIGNED:
-        return ()
-    if skip_small and min(rows, columns) <= _SMALL and max(rows, columns) <= _SMALL_BESIDE:
-        return ()
     if gpu_computes_in_fp8():
         return "cpu", "meta", "cuda"
+    if torch.cuda.is_available():
+        return ("cpu",)
     return "cpu", "meta"
 
 
@@ -344,19 +351,25 @@ def gpu_computes_in_fp8() -> bool:
 
 @cache
 def computes_in_fp8(device: str) -> bool:
-    """Whether torch has products in fp8 for the device, with one scale and with a scale for each
-    row, by trying them."""
+    """Whether torch has all products in fp8 for the device, by trying them.
+
+    With one scale and with a scale for each row; forward, and with gradients in each type.
+    """
     ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
-    for scaling in get_args(Fp8Scaling):
-        quantization = Quantization("fp8", _ALIGNED, _ALIGNED, scaling)
+    expected = _ALIGNED * ones
+    for scaling, gradient in itertools.product(get_args(Fp8Scaling), _GRADIENT_TYPES):
+        quantization = Quantization("fp8", _ALIGNED, _ALIGNED, scaling, gradient)
         stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
         quantization.write(stored, ones)
         try:
-            product = product_in_fp8(ones, stored, quantization, None)
+            forward = product_in_fp8(ones, stored, quantization, None)
+            backward = input_gradient_in_fp8(ones, stored, quantization)
         except (RuntimeError, ValueError):  # what torch raises depends on its version
             return False
-        if not torch.equal(product, _ALIGNED * ones):
-            return False
+        for product in (forward, backward):
+            # Gradients that scales of rows have multiplied are rounded to e5m2's two bits.
+            if not torch.allclose(product, expected, rtol=2**-3):
+                return False
     return True
 
 
@@ -483,7 +496,7 @@ def product_in_fp8(
         )
     else:
         scale = quantization.scales(stored)
-        product = _product_by_token(rows, FP8, weights, scale, use_fast_accum=True)
+        product = product_by_token(rows, FP8, weights, scale, use_fast_accum=True)
     product = product.view(*x.shape[:-1], quantization.rows)
     if bias is None:
         return product
@@ -504,11 +517,11 @@ def input_gradient_in_fp8(gradient: Tensor, stored: Tensor, quantization: Quanti
     weights = quantization.codes(stored).view(FP8).t().contiguous().t()
     gradient_type = _GRADIENT_TYPES[quantization.gradient]
     # Without fast accumulation, as gradients are computed by torchao and Transformer Engine.
-    product = _product_by_token(rows, gradient_type, weights, scale, use_fast_accum=False)
+    product = product_by_token(rows, gradient_type, weights, scale, use_fast_accum=False)
     return product.view(*gradient.shape[:-1], quantization.columns)
 
 
-def _product_by_token(
+def product_by_token(
     rows: Tensor, fp8_type: torch.dtype, weights: Tensor, scale: Tensor, *, use_fast_accum: bool
 ) -> Tensor:
     """`rows` [N, k], rounded to `fp8_type`, times the codes `weights` [k, n] of one scale [1, 1].

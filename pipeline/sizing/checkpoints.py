@@ -14,23 +14,23 @@ from pipeline.sizing.training_state import optimizer_state_bytes
 def checkpoint_bytes(parameters: Parameters) -> int:
     """The size of one checkpoint: the optimizer's states, which include the trained weights.
 
-    The base is not in it. The rest (random states, padding, names) is below a few percent in large
-    runs.
+    The base is not in it. Random states, padding and names are left out: in large runs they are a
+    few percent at most.
     """
     return optimizer_state_bytes(parameters)
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """The most checkpoints on the disk at once.
+    """The largest number of checkpoints on the disk at once.
 
-    They are the last ones, those that are kept for good, and one that is being written.
+    They are the newest ones, the ones that are kept for good, and the one that is being written.
     """
     settings = config.checkpoints
     kept_for_good = 0
     if settings.keep_every_steps is not None:
         kept_for_good = config.schedule.steps // settings.keep_every_steps
-    # A rollback goes to the newest checkpoint that lies far enough behind: it and all after it are
-    # kept.
+    # A rollback returns to the newest checkpoint from before the spikes: it is kept, and all newer
+    # ones.
     before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
     return max(settings.keep_last, before_spike) + kept_for_good + 1
 

@@ -15,9 +15,7 @@ USABLE_FRACTION = 0.9
 The rest is left for the CUDA context, NCCL's buffers and fragmentation."""
 
 MEMORY_ERROR = 0.05
-"""By what share an estimate of memory may be wrong.
-
-A layout that is recommended leaves this share of the usable memory free."""
+"""By what share an estimate of memory may be wrong: recommended layouts leave so much free."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class Cluster:
         gpus_per_node: GPUs that share a node.
         gpu_memory_gib: memory of one GPU.
         peak_tflops: dense peak of one GPU.
-        mfu: share of the peak that matrix products reach, including those of recomputed
-            activations.
+        mfu: share of the peak that is reached, with the FLOPs of recomputed activations counted.
         node_gb_per_s: bandwidth of one GPU to others of its node, in one direction.
         network_gb_per_s: bandwidth of one GPU to other nodes, in one direction.
         on_cpu: there are no GPUs; each rank is a process with its share of a node's memory, of
@@ -58,7 +55,8 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the GPUs fill, the last one perhaps in part."""
+        """The number of nodes; the last one may have fewer GPUs."""
+        # -(-a // b) is a / b, rounded up.
         return -(-self.gpus // self.gpus_per_node)
 
     @property
@@ -68,12 +66,15 @@ class Cluster:
 
     @property
     def recommended_bytes(self) -> float:
-        """How much an estimate may say for a layout to be recommended."""
+        """The largest estimate of memory with which a layout is recommended."""
         return self.usable_bytes * (1 - MEMORY_ERROR)
 
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
-    """Adds the options that `cluster_of` reads; those not given are left out of the namespace."""
+    """Adds the options that `cluster_of` reads.
+
+    Options that are not given are missing in the namespace: their defaults are this machine's.
+    """
     parser.add_argument(
         "--gpus", type=int, default=argparse.SUPPRESS, help="in total (default: this machine's)"
     )
@@ -113,7 +114,8 @@ def _this_machine() -> dict[str, object]:
 
     NPROC sets the number of processes, as in slurm/.
     """
-    import torch  # here: --help does not wait for it
+    # Here, because --help does not wait for torch.
+    import torch
 
     on_cpu = not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
     if os.environ.get("NPROC"):
@@ -124,6 +126,7 @@ def _this_machine() -> dict[str, object]:
         # Ranks on a CPU share the memory of the machine.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
     else:
+        # All ranks have the same layout: the smallest GPU decides.
         memory = min(
             torch.cuda.get_device_properties(number).total_memory for number in range(ranks)
         )

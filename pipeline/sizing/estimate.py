@@ -54,11 +54,11 @@ class Estimate:
 
     Attributes:
         choice: the layout.
-        memory: of a GPU, in bytes.
-        host_bytes: what is offloaded to the host's memory, per GPU.
-        traffic: what a GPU sends in a step.
-        micro_batches: of a step.
-        compute_s: seconds of a step's computation.
+        memory: the bytes on a GPU.
+        host_bytes: the bytes in the host's memory, for each GPU.
+        traffic: the messages that a GPU sends in a step.
+        micro_batches: the number of micro-batches in a step.
+        compute_s: seconds of computation in a step.
         step_s: seconds of a step, with its messages.
     """
 
@@ -72,17 +72,17 @@ class Estimate:
 
     @property
     def between_bytes(self) -> float:
-        """What a GPU sends in a step to other nodes."""
+        """The bytes that a GPU sends to other nodes in a step."""
         return sum(traffic.between_bytes for traffic in self.traffic)
 
     @property
     def inside_bytes(self) -> float:
-        """What a GPU sends in a step to others of its own node."""
+        """The bytes that a GPU sends to other GPUs of its node in a step."""
         return self.sent_bytes - self.between_bytes
 
     @property
     def sent_bytes(self) -> float:
-        """What a GPU sends in a step."""
+        """The bytes that a GPU sends in a step."""
         return sum(traffic.sent_bytes for traffic in self.traffic)
 
     def fits(self, cluster: Cluster) -> bool:
@@ -90,14 +90,20 @@ class Estimate:
         return self.memory.total <= cluster.usable_bytes
 
     def is_safe(self, cluster: Cluster) -> bool:
-        """Whether it also fits if the estimate is as wrong as it may be."""
+        """Whether it also fits if the estimate is too low by MEMORY_ERROR."""
         return self.memory.total <= cluster.recommended_bytes
 
 
 class Estimator:
-    """Estimates one run on one cluster. What several layouts share is measured once.
+    """Estimates a run on a cluster, on any layout. Results that several layouts share are cached.
 
-    Of a run that trains in stages it estimates one, `stage`; see `estimator_of`.
+    In a run with stages it estimates one of them; see `estimator_of`.
+
+    Attributes:
+        stage: the stage that is estimated.
+        stages: the estimators of all stages.
+        tokens_per_step: of the stage.
+        own_choice: the run's own layout.
     """
 
     def __init__(
@@ -123,12 +129,13 @@ class Estimator:
             config.recomputation_keeps if is_recomputed else "nothing",
             config.parallel.expert_size,
         )
-        # Layouts share these: each is measured once.
+        # Building a model and running a micro-batch take seconds, and layouts share their results.
         self.flops_per_token = cache(self._count_flops)
         self._costs = cache(self._measure)
 
     @cached_property
     def parameters(self) -> Parameters:
+        """The parameters of the run's model."""
         return parameters_of(self.config, self.spec)
 
     @property
@@ -147,7 +154,7 @@ class Estimator:
         return count_flops(model, config.data.sequence_length, config.data.kl_fraction)
 
     def served_flops(self) -> ServedFlops | None:
-        """FLOPs of a token that the finished model reads; None for a run without a gate."""
+        """FLOPs a token of inference with the trained model; None for a run without a gate."""
         gate = self.config.gate
         if gate is None:
             return None
@@ -155,13 +162,14 @@ class Estimator:
             model = build_model(self.config, self.spec, SINGLE, "none")
         length = self.config.data.sequence_length
         if model.plan is None:
-            # Full fine-tuning: a second model, and the base's layers below the gate beside it.
+            # Full fine-tuning: an open token is read by the trained model, and by the base's layers
+            # below the gate.
             layer = checked_gate_layer(gate.layer, GATE_LAYER, self.spec.num_layers)
             return count_difference_flops(model, length, layer)
         return count_served_flops(model, length, model.plan.gate_layer(gate.layer))
 
     def estimate(self, choice: Choice) -> Estimate:
-        """The cost of the run on the layout `choice`.
+        """The cost of the run on a layout.
 
         Raises:
             UserError: the model or the batch cannot be split this way.
@@ -169,7 +177,7 @@ class Estimator:
         cluster = self.cluster
         layout = choice.layout(cluster.gpus)
         for estimator in self.stages:
-            # A layout must divide the batches of all stages.
+            # Raises where the layout does not divide a stage's batch, of the other stages too.
             accumulation_steps(estimator.stage.config.schedule, layout.dp_size)
         micro_batches = accumulation_steps(self.stage.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
@@ -177,8 +185,8 @@ class Estimator:
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
         per_token = self.flops_per_token(choice.activation_checkpointing, choice.kept_results)
         flops = per_token.total * self.tokens_per_step
-        # The MFU here includes recomputed FLOPs (hardware FLOPs utilisation), since what is
-        # recomputed takes time, too.
+        # Recomputed FLOPs take time as others do, so that cluster.mfu is of all FLOPs here:
+        # hardware FLOPs utilisation in the words of PaLM (Chowdhery et al. 2022, appendix B).
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
         return Estimate(
             choice=choice,
@@ -191,9 +199,9 @@ class Estimator:
         )
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
-        """The memory of a GPU, and the bytes that are offloaded to its host.
+        """The memory of a GPU, and the bytes in its host's memory.
 
-        It is the quickest part of an estimate.
+        Only this part of an estimate is needed where no time is reported; it is the quickest one.
 
         Raises:
             UserError: the model cannot be split this way.
@@ -209,10 +217,14 @@ class Estimator:
         return layouts_to_compare(self.config, self.spec, self.cluster, self.own_choice)
 
     def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[str, str]]:
-        """The estimates of all layouts, and by the sizes of groups why others are impossible.
+        """The estimates of the layouts worth comparing.
 
-        Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left
-        out if it fits with less recomputation, which also saves running its micro-batch.
+        More recomputation saves memory and costs time. So a layout is left out if it fits with less
+        recomputation, unless `every` is set; its micro-batch is not run, either.
+
+        Returns:
+            The estimates, in the order of a table.
+            Why other layouts are impossible, by the sizes of their groups.
         """
         estimates: list[Estimate] = []
         refused: dict[str, str] = {}
@@ -234,19 +246,21 @@ class Estimator:
         return sorted(estimates, key=_place), refused
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
-        """One estimate for each ZeRO stage and size of groups, and the run's own.
+        """The estimates to show: one for each ZeRO stage and sizes of groups, and the run's own.
 
-        It is the one with the most recomputation: those with less do not fit.
+        Of those that differ in recomputation only it is the one with the most: those with less do
+        not fit.
         """
-        wanted = {self.own_choice}
-        last: dict[tuple[int, int, int], Choice] = {}
+        most_recomputation: dict[tuple[int, int, int], Choice] = {}
         for estimate in estimates:
+            # They are sorted by recomputation: the last one of each kind stays.
             choice = estimate.choice
-            last[choice.zero_stage, choice.tp_size, choice.expert_size] = choice
-        wanted.update(last.values())
-        return [estimate for estimate in estimates if estimate.choice in wanted]
+            most_recomputation[choice.zero_stage, choice.tp_size, choice.expert_size] = choice
+        shown = {self.own_choice, *most_recomputation.values()}
+        return [estimate for estimate in estimates if estimate.choice in shown]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
+        """DeepSpeed's configuration and the costs of a micro-batch on a layout."""
         zero = self.deepspeed.at_stage(choice.zero_stage)
         costs = self._costs(
             choice.tp_size,
@@ -274,7 +288,7 @@ class Estimator:
         )
 
     def run_seconds(self, choice: Choice) -> float:
-        """How long the steps of the whole run take on the layout `choice`, without anything else.
+        """The seconds that all steps of the run take on a layout, without validations and saves.
 
         Raises:
             UserError: as `estimate`.
@@ -288,16 +302,14 @@ class Estimator:
 def estimator_of(
     config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
 ) -> Estimator:
-    """The estimator of a run; in a run of several stages, of that which takes the most memory.
-
-    Its `stages` are the estimators of all stages.
-    """
+    """The estimator of a run; with stages, of the stage that takes the most memory."""
     stages: list[Estimator] = []
     for stage in training_stages(config):
         stages.append(Estimator(config, spec, deepspeed, cluster, stage))
     largest = stages[0]
     if len(stages) > 1:
-        # What is impossible is so in every stage, and is reported where it is estimated.
+        # Where the run's layout is impossible, the first stage serves: its estimate raises the
+        # error.
         with suppress(UserError):
             largest = max(stages, key=_bytes_of_own_choice)
     largest.stages = stages
@@ -314,9 +326,9 @@ def _step_seconds(
 ) -> float:
     """The time of a step, in seconds.
 
-    Messages of tensor parallelism and of experts over ranks block the computation, as Muon's do.
-    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the
-    backward pass, as ZeRO-2 gathers after the update.
+    The messages of tensor parallelism, of expert parallelism and of Muon block the computation. The
+    reductions of ZeRO-2 and all messages of ZeRO-3 overlap with it if `overlap_comm` is set. ZeRO-1
+    reduces after the backward pass, and ZeRO-1 and 2 gather after the update.
     """
     seconds: dict[str, float] = defaultdict(float)
     for message in traffic:
@@ -327,16 +339,19 @@ def _step_seconds(
         return blocking + gather_and_reduce
     if zero.zero_stage == 2:
         return max(blocking, seconds[REDUCE]) + seconds[GATHER]
-    # Where messages overlap with the computation, the longer of the two decides.
+    # Of two things that run at the same time, the longer one decides.
     return max(blocking, gather_and_reduce)
 
 
 def open_estimator(
     config: RunConfig, cluster: Cluster, *, base_config: Path | None = None
 ) -> Estimator:
-    """Reads the run's base and DeepSpeed file.
+    """The estimator of a run, whose base and DeepSpeed file it reads.
 
-    `base_config` is the base's config.json, for a base whose folder is missing.
+    Args:
+        config: the run.
+        cluster: the GPUs.
+        base_config: the base's config.json, if the base's folder is missing.
 
     Raises:
         ConfigError: the DeepSpeed file is invalid for the layout or the run.

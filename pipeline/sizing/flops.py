@@ -31,10 +31,10 @@ def _attention_flops(
 
 
 def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
-    """Two products for each of the forward pass; what a kernel computes again does not count."""
-    # Scores and values are a product each; backward has two for each of the two, for either
-    # operand's gradient. Flash attention computes the scores once more, which is its own affair:
-    # MFU counts what the model needs.
+    """Two products for each product of the forward pass, without what a kernel recomputes."""
+    # The forward pass has two products, of scores and of values. The backward pass has two for each
+    # of them: one for the gradient of each operand. Flash attention also computes the scores again,
+    # which MFU does not count, as the model does not need it.
     return 2 * _attention_flops(*shapes)
 
 
@@ -43,15 +43,16 @@ def _varlen_flops(
 ) -> int:
     """Attention over rows that are laid end to end: query [B·S, H, K].
 
-    A token has S keys, which is rest[2], or those of its window (earlier, later), the only list.
+    Of the further arguments, rest[2] is the length of the longest row, and the only list is the
+    window: how many earlier and later keys a token has, -1 for all.
     """
     tokens, heads, head_dim = query
-    longest = rest[2]
-    earlier, _later = next(given for given in rest if isinstance(given, list))
-    # -1: there is no window.
-    # Half of a causal square is masked, but torch's own formula counts it whole, as PaLM's MFU does
-    # (Chowdhery et al. 2022, appendix B): figures stay comparable.
-    keys = longest if earlier < 0 else min(longest, earlier + 1)
+    keys = rest[2]
+    for given in rest:
+        if isinstance(given, list) and given[0] >= 0:
+            keys = min(keys, given[0] + 1)
+    # Half of a causal square is masked, but torch's own formula counts all of it, as PaLM's MFU
+    # does (Chowdhery et al. 2022, appendix B): figures stay comparable.
     return int(
         sdpa_flop_count(
             (1, heads, tokens, head_dim), (1, heads, keys, head_dim), (1, heads, keys, value[-1])
@@ -64,8 +65,9 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _varlen_flops(query, key, value, *rest)
 
 
-# The kernels that pipeline.model.attention takes on the meta device. torch counts the first not at
-# all, and the second, for layers with windows, by values that meta tensors do not have.
+# torch's formulas, and ours for the kernels that pipeline.model.attention runs on the meta device.
+# torch has no formula for the first kernel. Its formula for the second one, which layers with
+# windows run, reads values, and meta tensors have none.
 _COUNTED = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
@@ -80,7 +82,7 @@ _COUNTED = {
 class _FlopCount(KnownSizes):
     """Counts FLOPs by operation.
 
-    It takes a fraction of the time of torch's FlopCounterMode, which assigns them to modules.
+    torch's FlopCounterMode also counts them by module, which takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class FlopsPerToken:
 def count_flops(
     meta_model: CausalDecoder, sequence_length: int, kl_fraction: float = 0.0
 ) -> FlopsPerToken:
-    """The FLOPs of one training step.
+    """The FLOPs a token of one training step.
 
     Args:
         meta_model: built under `torch.device("meta")`, with `requires_grad` set. Where gradients
@@ -128,6 +130,7 @@ def count_flops(
     counts: dict[str, float] = defaultdict(float)
     every_chunk = meta_model.output.chunks
     meta_model.output.chunks = _one_chunk_of_each_loss  # type: ignore[method-assign]
+    # One sequence of each kind, weighted by its share: without and with KL.
     for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
         if share == 0:
             continue
@@ -138,7 +141,9 @@ def count_flops(
         for operation, flops in count.flops.items():
             counts[operation] += share * flops / sequence_length
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
-    matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
+    matrix = 0.0
+    for operation in _MATRIX_PRODUCTS:
+        matrix += counts[operation]
     return FlopsPerToken(matrix=matrix, attention=sum(counts.values()) - matrix)
 
 
@@ -147,8 +152,8 @@ class ServedFlops:
     """FLOPs per token of a text that a gated model reads; a multiply-add counts as two.
 
     Attributes:
-        closed: where the gate stays shut, and the base runs alone.
-        open: where it is open. Layers below a gate that run twice count twice.
+        closed: where the gate stays closed, so that only the base runs.
+        open: where it is open. Layers below the gate that run twice count twice.
     """
 
     closed: float
@@ -194,8 +199,10 @@ def count_served_flops(
 def count_difference_flops(
     meta_model: CausalDecoder, sequence_length: int, gate_layer: int
 ) -> ServedFlops:
-    """The FLOPs of reading one text at once by a fully fine-tuned model or by its base: a closed
-    text is read by the base, an open one by the other and by the base's layers below `gate_layer`.
+    """The FLOPs of reading one text at once, after full fine-tuning with a gate.
+
+    The base reads a closed text. The trained model reads an open one, and so do the base's layers
+    below `gate_layer`, for the gate.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     with _FlopCount() as whole:
@@ -207,7 +214,7 @@ def count_difference_flops(
 
 
 def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-    """As many FLOPs as the chunks of the loss, in fewer operations."""
+    """One chunk for each loss: the same FLOPs as all its chunks have, in fewer operations."""
     if kl_tokens > 0:
         yield slice(0, kl_tokens)
     if tokens > kl_tokens:

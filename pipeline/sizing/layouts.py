@@ -25,14 +25,22 @@ RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
     ("all", "attention"),
     ("all", "nothing"),
 )
-"""Layers that are recomputed, and what they keep: about from the least time to the least memory."""
+"""Which layers are recomputed, and what they keep; roughly from the least time to the least
+memory."""
 GROUP_SIZES = (1, 2, 4, 8)
 """Sizes that are compared, of tensor-parallel groups and of groups that share experts."""
 
 
 class Choice(NamedTuple):
-    """A layout: ZeRO's stage, the tensor-parallel size, which layers are recomputed, what these
-    keep, and how many ranks share experts."""
+    """A layout that a run may have.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        tp_size: the tensor-parallel size.
+        activation_checkpointing: which layers are recomputed.
+        kept_results: what recomputed layers keep.
+        expert_size: how many ranks share the experts of a mixture.
+    """
 
     zero_stage: int
     tp_size: int
@@ -44,14 +52,13 @@ class Choice(NamedTuple):
         """The layout of the ranks on so many GPUs.
 
         Raises:
-            LayoutError: they do not divide.
+            LayoutError: the sizes of groups do not divide the number of GPUs.
         """
         return Layout(gpus, self.tp_size, self.expert_size)
 
     @property
     def groups(self) -> str:
-        """The sizes of the groups that share a layer: the tensor-parallel size, `x ep` and how many
-        ranks share experts, where several do."""
+        """The tensor-parallel size, and the number of ranks that share experts, if several do."""
         if self.expert_size == 1:
             return str(self.tp_size)
         return f"{self.tp_size} x ep {self.expert_size}"
@@ -66,7 +73,7 @@ class Choice(NamedTuple):
 
 
 def recomputation_rank(choice: Choice) -> int:
-    """A number that rises with what is recomputed."""
+    """The place in RECOMPUTATIONS: higher where more is recomputed."""
     return RECOMPUTATIONS.index((choice.activation_checkpointing, choice.kept_results))
 
 

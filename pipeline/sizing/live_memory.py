@@ -1,4 +1,4 @@
-"""The memory of tensors while they are alive, counted also for tensors without data."""
+"""Counts the memory of live tensors, also of tensors without data (torch's meta device)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch.utils._pytree import tree_leaves
 from pipeline.sizing.meta_device import value_without_data
 
 _sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
+"""Shape, stride and type of the results of operations, by the operation and its arguments; None
+for results that must be computed each time."""
 
 
 class KnownSizes(TorchDispatchMode):
-    """While entered, a new meta tensor that an equal call made before is made from its sizes.
+    """While it is entered, results on the meta device are made from the sizes of earlier results.
 
-    torch derives the sizes of most results on the meta device in Python, which takes longer than
-    all the rest.
+    torch derives the sizes of most results on the meta device in Python, which takes most of the
+    time of a pass. The layers of a model repeat the same operations on the same sizes.
     """
 
     @classmethod
@@ -33,7 +35,7 @@ class KnownSizes(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return value_without_data(args[0])
-        # The default type belongs to it, because factories such as `zeros` take it.
+        # The default type is a part of the key, because factories such as `zeros` read it.
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
         if sizes is not None:
@@ -41,14 +43,18 @@ class KnownSizes(TorchDispatchMode):
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = operation(*args, **kwargs)
         if key not in _sizes_of_results:
-            is_new = _is_new_meta_tensor(result, (args, kwargs))
-            # None: views, results in place and several results are always computed.
-            _sizes_of_results[key] = _sizes(result) if is_new else None
+            # Views, results in place and several results are computed each time.
+            _sizes_of_results[key] = None
+            if _is_new_meta_tensor(result, (args, kwargs)):
+                _sizes_of_results[key] = _sizes(result)
         return result
 
 
 def _key(value: Any) -> object:
-    """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
+    """The properties of an argument on which the sizes of a result depend.
+
+    The type of a number is one of them, because 1 and 1.0 are equal in Python.
+    """
     if isinstance(value, Tensor):
         return value.device, *_sizes(value)
     if isinstance(value, (list, tuple)):
@@ -74,11 +80,14 @@ def _is_new_meta_tensor(result: Any, given: Any) -> bool:
 
 
 class LiveMemory(KnownSizes):
-    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
+    """Counts the memory of tensors that are made while it is entered: real, fake or meta tensors.
 
     A storage counts once, however many views it has, from the operation that creates it until its
-    last tensor is freed. The storages of the tensors `known` do not count. Works on real, fake and
-    meta tensors.
+    last tensor is freed. The storages of the tensors `known` do not count.
+
+    Attributes:
+        now: bytes of the storages that are alive.
+        peak: the largest value of `now`.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -92,7 +101,7 @@ class LiveMemory(KnownSizes):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
-        # Most results are one tensor, for which tree_leaves would take long.
+        # Most results are one tensor, and tree_leaves is slow.
         tensors = [result] if isinstance(result, Tensor) else tree_leaves(result)
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -106,8 +115,8 @@ class LiveMemory(KnownSizes):
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]
         self.peak = max(self.peak, self.now)
-        # A storage's Python object lives as long as any tensor holds it, since torch keeps one for
-        # each storage.
+        # torch keeps one Python object for each storage. It lives as long as any tensor does that
+        # has this storage, so that its end is the end of the storage.
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:

@@ -1,7 +1,8 @@
-"""The peak memory of one GPU, by kind, and the disk space of checkpoints.
+"""The peak memory of one GPU, by kind.
 
-The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after
-the activations are freed; its copies count where they are larger.
+The peak is in the backward pass of a step's last micro-batch, when gradients, activations and
+temporary tensors exist together. The optimizer's update comes after the activations are freed; its
+copies count where they are larger.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pipeline.sizing.traffic import estimate_gathering, partition_size
 from pipeline.sizing.training_state import MASTER_AND_MOMENTS, MOMENT
 
 _WHOLE_MATRIX = 16
-"""Bytes of an element of a matrix that Muon makes orthogonal: shards, the whole matrix, and bf16
-copies of the iteration."""
+"""Bytes of an element of the matrix that Muon orthogonalises, one at a time: its shards, the whole
+matrix, and the bf16 copies of the Newton-Schulz iteration."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Memory:
 
     Attributes:
         weights: parameters, or this rank's partition of them, in the dtype of matrix products.
-        gradients: of the trained parameters, accumulated over micro-batches.
-        optimizer: fp32 master weights and the moments of the trained parameters.
-        activations: what autograd keeps of a micro-batch until the loss.
+        gradients: gradients of the trained parameters, accumulated over micro-batches.
+        optimizer: fp32 master weights and moments of the trained parameters.
+        activations: what autograd has saved of a micro-batch when the loss begins.
         loss: a chunk of logits, and the gradients that the loss computes in the forward pass.
         gathered: the parameters that ZeRO-3 holds gathered.
         temporary: tensors of the backward pass and gradient buckets, or copies of the update.
@@ -51,11 +52,11 @@ class Memory:
 def estimate_memory(
     costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
-    """A GPU's memory, and the bytes in the host's memory per GPU.
+    """The memory of a GPU, and the bytes in the host's memory for each GPU.
 
-    On the host is what is offloaded, and copies of what trains: an `asynchronous` save holds one of
-    the optimizer's state, and at the start ZeRO-1 and 2 gather the trained parameters on the host
-    and join them there.
+    The host holds what is offloaded. It also holds copies: an `asynchronous` save copies the
+    optimizer's state, and at the start ZeRO-1 and 2 copy the trained parameters there and flatten
+    them.
     """
     weights = weight_bytes(costs, zero, dp_size)
     gradients = gradient_bytes(costs, zero, dp_size)
@@ -75,19 +76,18 @@ def estimate_memory(
     at_start = 0
     if zero.zero_stage < 3:
         # DeepSpeed's ZeRO-1 and 2 flatten a group's parameters on the host before they move the
-        # flat tensor to the GPU.
+        # flat tensor to the GPU: twice the parameters, their copies and the flat tensor.
         at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
-    # The loss is computed before the backward pass begins, with which ZeRO-2 makes its buckets.
-    # ZeRO-3 keeps its own over the whole step.
+    # ZeRO-2 allocates its buckets when the backward pass begins: they do not exist during the loss.
+    # ZeRO-3 keeps its buckets over the whole step.
     buckets = bucket_bytes(zero)
     backward = costs.temporary_bytes + buckets
     if zero.zero_stage == 2:
         beyond_loss = costs.backward_bytes + buckets - costs.loss_bytes
         backward = max(costs.temporary_bytes, beyond_loss)
-    # The update may use the memory of activations and logits, which are freed by then.
-    # PyTorch's allocator keeps freed memory for the process, so that only what goes beyond it
-    # counts.
+    # At the update, activations and logits are freed, and PyTorch's allocator gives their memory to
+    # the update's copies. Only what the copies need beyond it counts.
     beyond_activations = update - costs.activation_bytes - costs.loss_bytes
     memory = Memory(
         weights=weights,
@@ -105,11 +105,13 @@ def weight_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     """The parameters of the model, as one rank stores them."""
     if zero.zero_stage < 3:
         return costs.parameter_bytes
-    kept_whole = [parameter for parameter in costs.parameters if parameter.kept_whole]
-    partitioned = [parameter for parameter in costs.parameters if not parameter.kept_whole]
-    elements = total_elements(kept_whole) + partitioned_elements(partitioned, zero, dp_size)
     threshold = zero.elements("stage3_param_persistence_threshold")
-    for parameter in partitioned:
+    elements = 0
+    for parameter in costs.parameters:
+        if parameter.kept_whole:
+            elements += parameter.size
+            continue
+        elements += partition_size(parameter.size, dp_size)
         if parameter.size <= threshold:
             # ZeRO-3 never releases small parameters: a rank has them whole, beside its partition.
             elements += parameter.size
@@ -143,7 +145,9 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
         # Others copy their own partition of the gradients to fp32.
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
     by_muon = costs.by_muon
-    largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
+    largest_matrix = 0
+    for parameter in by_muon:
+        largest_matrix = max(largest_matrix, parameter.muon_size)
     # Muon first makes the update of its whole partition, beside gradient and momentum: see
     # `Muon._update`.
     size += partitioned_elements(by_muon, zero, dp_size) * MOMENT
@@ -165,7 +169,7 @@ def bucket_bytes(zero: DeepSpeedConfig) -> int:
 def partitioned_elements(
     parameters: Iterable[ParameterUse], zero: DeepSpeedConfig, dp_size: int
 ) -> int:
-    """How many elements of `parameters` one rank's partition has."""
+    """The number of elements of `parameters` in one rank's partition."""
     if zero.zero_stage < 3:
         # ZeRO-1 and 2 lay all parameters in a row and partition the row.
         return partition_size(total_elements(parameters), dp_size)

@@ -1,7 +1,7 @@
 """Runs transformers' code on the meta device, where tensors have shapes and no data.
 
-That code asks for values now and then, and it calls kernels that the meta device does not have:
-fused attention, and products of experts.
+That code reads values in a few places, and calls kernels that the meta device lacks: fused
+attention, and grouped products of experts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class NotTracedError(BaseModelError):
 
 
 def value_without_data(tensor: Tensor) -> bool | int | float:
-    """What a meta tensor of one element answers where code asks for its value.
+    """The value that code gets for a meta tensor of one element.
 
-    A question is answered by no. transformers asks whether a row holds one document only, and
-    whether a mask hides nothing: with no it makes the mask, as for the rows that are trained on.
+    It is False for a bool. transformers asks whether a row holds one document only, and whether a
+    mask hides nothing. With False it makes the mask, as it does for the packed rows of training.
     """
     if tensor.dtype == torch.bool:
         return False
@@ -41,7 +41,7 @@ def foreign_code_traced(spec: DecoderSpec) -> Iterator[None]:
     """Within it, the code of a hosted base runs on the meta device; other bases need nothing.
 
     Raises:
-        NotTracedError: within, where it does not run there all the same.
+        NotTracedError: the code fails all the same.
     """
     if not isinstance(spec, HostedSpec):
         yield
@@ -51,8 +51,8 @@ def foreign_code_traced(spec: DecoderSpec) -> Iterator[None]:
         "memory_peak_* and tokens_per_second_per_gpu in the run's metrics.jsonl): transformers' "
         "code of it does not run without data"
     )
-    # A RuntimeError of torch, or whatever that code happens to raise: an estimate is not worth the
-    # run that asks for it.
+    # Whatever that code raises becomes a NotTracedError: a run must not fail because its estimate
+    # does.
     with faults_of_library(what, NotTracedError), _kernels_of_gpus():
         yield
 
@@ -61,8 +61,8 @@ def foreign_code_traced(spec: DecoderSpec) -> Iterator[None]:
 def _kernels_of_gpus() -> Iterator[None]:
     """Within it, attention and experts on the meta device cost what they cost on a GPU.
 
-    By other functions in the places where transformers looks them up: a TorchFunctionMode is off in
-    the backward pass, which may run layers again.
+    It replaces the functions of torch.nn.functional that transformers calls. A TorchFunctionMode
+    would not do: it is off in the backward pass, which may run layers again.
     """
     attention = F.scaled_dot_product_attention
     grouped = F.grouped_mm
@@ -75,7 +75,7 @@ def _kernels_of_gpus() -> Iterator[None]:
     def multiply(tokens: Tensor, experts: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """tokens: [T, K], experts: [E, K, N] -> [T, N]."""
         if tokens.is_meta:
-            # One expert for all tokens costs as much.
+            # A token takes one expert in each product: one expert for all costs the same.
             return tokens @ experts[0]
         return grouped(tokens, experts, *arguments, **options)
 

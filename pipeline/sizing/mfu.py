@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): the peak of a GPU, and what share of it a run reaches."""
+"""Model FLOPs utilisation (MFU): the peak performance of GPUs, and the share that a run reaches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
 from pipeline.sizing.meta_device import NotTracedError
 
-# By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and
-# fp16. Where they give figures "with sparsity" (Hopper, Blackwell), the dense figure is half.
+# By words in torch's name of the device; the first match counts. The figures are of bf16 and fp16,
+# from NVIDIA's data sheets. Where these give figures "with sparsity" (Hopper, Blackwell), the dense
+# figure is half.
 _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500.0,
     ("B200",): 2250.0,
@@ -29,11 +30,10 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
 
 
 def dense_tflops(device_name: str) -> float | None:
-    """The dense 16-bit peak of a GPU by torch's name of it, in TFLOP/s; None for an unknown GPU."""
+    """The dense 16-bit peak of a GPU in TFLOP/s, by torch's name of it; None if it is unknown."""
     words = set(device_name.replace("-", " ").split())
-    # torch's name of a slice is such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
     if "MIG" in words:
-        # A slice of a GPU has another peak, which is unknown.
+        # A slice of a GPU, such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb", has a fraction of the peak.
         return None
     for needed, tflops in _DENSE_16_BIT_TFLOPS.items():
         if words >= set(needed):
@@ -42,21 +42,24 @@ def dense_tflops(device_name: str) -> float | None:
 
 
 def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:
-    """The peak of one device in `dtype`, in FLOP/s; None if unknown.
+    """The peak of one device in `dtype`, in FLOP/s; None if it is unknown.
 
-    It is `metrics.peak_tflops`, or known by the device's name.
+    It is `metrics.peak_tflops`, or by default the figure for the device's name.
     """
     tflops = config.metrics.peak_tflops
     if tflops is None and device.type == "cuda" and dtype.itemsize == 2:
         tflops = dense_tflops(torch.cuda.get_device_name(device))
-    return None if tflops is None else tflops * 1e12
+    if tflops is None:
+        return None
+    return tflops * 1e12
 
 
 def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
-    """The model FLOPs utilisation (MFU) of one token per second on one device.
+    """The MFU of a rate of one token per second on one device; None if it is not known.
 
-    Frozen parts count for what is computed of them; recomputation by activation checkpointing does
-    not count. None where the device's `peak` is unknown, or the FLOPs of a hosted base.
+    Of frozen parts only the FLOPs count that training computes. Recomputation by activation
+    checkpointing does not count. The MFU is not known without a `peak` of the device, and for a
+    hosted base whose FLOPs cannot be counted.
     """
     if peak is None:
         return None

@@ -1,9 +1,9 @@
 """The memory, messages and parameter uses of one micro-batch, on tensors without data.
 
-The model that runs, forward and backward, is the one that would train, on the meta device, with a
-CPU's fused attention: it keeps queries, keys, values, results and one number per row, as on a GPU.
-So frozen parts, every method, Route's second path and recomputed layers count for what they really
-cost.
+The model that would train runs forward and backward on the meta device. So every method, frozen
+parts, Route's second path and recomputed layers count with what they cost. Attention runs as the
+fused kernel of CPUs, which saves the same tensors as those of GPUs: queries, keys, values, results,
+and one number for each row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipeline.sizing.meta_device import foreign_code_traced
 
 
 class ParameterUse(NamedTuple):
-    """A parameter of one rank, and what a step does with it.
+    """A parameter of one rank, and its use in a step.
 
     Attributes:
         size: elements of the rank's shard.
@@ -48,8 +48,9 @@ class ParameterUse(NamedTuple):
         read_again: whether the backward pass reads it.
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
         muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
-        split: whether tensor-parallel ranks share it, some of which may hold the same shard.
-        kept_whole: whether ZeRO-3 leaves it on the rank, as the experts that ranks share.
+        split: whether it is sharded over tensor-parallel ranks. Some of these may hold the same
+            shard, where there are fewer key/value heads than ranks.
+        kept_whole: whether ZeRO-3 does not partition it: experts that ranks share.
     """
 
     size: int
@@ -66,16 +67,16 @@ class MicroBatchCosts:
     """The costs of one rank's micro-batch.
 
     Attributes:
-        activation_bytes: held when the forward pass reaches the output projection.
-        loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
-            that the loss computes in the forward pass.
-        temporary_bytes: the most that the backward pass holds in addition to both.
-        backward_bytes: the most that the backward pass holds in addition to `activation_bytes`.
-        payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
-            and output.
-        expert_payload_bytes: likewise of messages between the ranks that share experts.
-        parameters: those of the rank.
-        parameter_bytes: of all shards together.
+        activation_bytes: memory of activations when the forward pass reaches the output projection.
+        loss_bytes: peak memory that the output projection and the loss add to it: a chunk of
+            logits, and the gradients that the loss computes in the forward pass.
+        temporary_bytes: peak memory that the backward pass adds to both.
+        backward_bytes: peak memory that the backward pass adds to `activation_bytes`.
+        payload_bytes: lengths of tensor-parallel messages, by (group size, collective); of input
+            and output the longer one counts.
+        expert_payload_bytes: likewise of messages between ranks that share experts.
+        parameters: the parameters of the rank.
+        parameter_bytes: bytes of all of them.
     """
 
     activation_bytes: int
@@ -89,15 +90,17 @@ class MicroBatchCosts:
 
     @property
     def trained(self) -> list[ParameterUse]:
+        """The parameters that train."""
         return [parameter for parameter in self.parameters if parameter.trained]
 
     @property
     def by_muon(self) -> list[ParameterUse]:
+        """The parameters that Muon updates."""
         return [parameter for parameter in self.parameters if parameter.muon_size]
 
 
 def total_elements(parameters: Iterable[ParameterUse]) -> int:
-    """The elements of a rank's shards of `parameters`."""
+    """The number of elements of a rank's shards of `parameters`."""
     return sum(parameter.size for parameter in parameters)
 
 
@@ -112,8 +115,8 @@ def measure_micro_batch(
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of a run.
 
-    Where the run has self-generated text, memory is that of a micro-batch with such sequences, and
-    messages are the mean over micro-batches.
+    In a run with samples that train by KL, memory is that of a micro-batch with the most such
+    sequences, and messages are the mean over micro-batches.
 
     Args:
         config: the run.
@@ -122,8 +125,8 @@ def measure_micro_batch(
         activation_checkpointing: the layers that are recomputed.
         dtype: of the parameters.
         kept_results: what recomputed layers keep.
-        expert_size: ranks that share experts, of which this is rank 0. Each gets as many rows for
-            its experts as the others, unless the run pads them.
+        expert_size: ranks that share experts, of which this is rank 0. Tokens are taken to be even
+            over the experts, unless the run pads their buffers.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -145,9 +148,9 @@ def measure_micro_batch(
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """The first and the last chunks: all chunks of one loss cost the same.
+        """The first and the last chunks, to save time: all chunks of one loss cost the same.
 
-        (The messages of those left out are a few bytes a token.)
+        The messages of the others are not counted; they are a few bytes a token.
         """
         chunks = list(every_chunk(tokens, kl_tokens))
         return iter(chunks[:3] + chunks[3:][-2:])
@@ -160,7 +163,8 @@ def measure_micro_batch(
     sent = Counter(payload_bytes)
     sent_by_experts = Counter(expert_payload_bytes)
     if kl_sequences < most_kl_sequences and tp_size * expert_size > 1:
-        # Some micro-batches have fewer KL sequences: the mean lies between most and none.
+        # The number of KL sequences differs between micro-batches. Messages are linear in it: their
+        # mean is interpolated between the most sequences and none.
         payload_bytes.clear()
         expert_payload_bytes.clear()
         _run(model, config, 0)
@@ -185,7 +189,7 @@ def measure_micro_batch(
 
 
 class _Pass(NamedTuple):
-    """A forward and a backward pass: the bytes that it held, and the parameters that it read.
+    """A forward and a backward pass: the memory that it took, and the parameters that it read.
 
     Attributes:
         activation_bytes: see `MicroBatchCosts`.
@@ -211,7 +215,7 @@ def _uses_muon(config: RunConfig) -> bool:
 def _use_of(
     name: str, weight: nn.Parameter, passed: _Pass, tp_size: int, *, with_muon: bool
 ) -> ParameterUse:
-    """What a step does with one parameter."""
+    """The use of one parameter in a step."""
     muon_size = 0
     if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
         muon_size = math.prod(full_shape_of(weight))
@@ -241,8 +245,9 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
     checkpointed = set(model.recomputed_layers())
-    # x_up passes through every layer of a hosted base, and trains: all of them run again. Outputs
-    # of the base's own modules do not show it.
+    # x_up passes through every layer of a hosted base and has gradients, so that every layer runs
+    # again. It is not among the outputs of the base's own modules, which have no gradient below
+    # W12.
     always_runs_again = isinstance(model, HostedDecoder)
 
     def before_loss(*_: object) -> None:
@@ -264,14 +269,14 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
         hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(after))
-            if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
-                # A new one: an earlier run's would hold its tables already, and they would not
-                # count.
+            if isinstance(module, Decoder):
+                # A new one, so that its tables of frequencies are made in this run, and count.
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
         with foreign_code_traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
+            # `before_loss` has reset the peak: this one is of the output projection and the loss.
             loss = live.peak - activations
             live.peak = live.now
             losses.total.backward()
@@ -288,11 +293,14 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
 
 def _has_gradient(outputs: object) -> bool:
     """Whether one of a module's outputs takes part in the backward pass."""
-    return any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)
-    )
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.requires_grad:
+            return True
+    return False
 
 
 def _free_gradient(parameter: Tensor) -> None:
-    """ZeRO frees a gradient once it is reduced; what it then holds is counted separately."""
+    """Frees a gradient, as ZeRO does once it is reduced. The memory of gradients and buckets is
+    computed apart, in `sizing.memory`.
+    """
     parameter.grad = None

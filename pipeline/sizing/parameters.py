@@ -41,6 +41,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
+        """All parameters of the model."""
         return self.base + self.expansion
 
     def __str__(self) -> str:
@@ -57,7 +58,13 @@ class Parameters:
 def count_parameters(
     model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
 ) -> Parameters:
-    """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
+    """Counts the parameters of a model.
+
+    Args:
+        model: the unsharded model, perhaps on the meta device.
+        base: the base from which the method made it, likewise.
+        with_muon: whether Muon updates the matrices within layers.
+    """
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = 0
     trained = 0
@@ -94,12 +101,13 @@ def count_parameters(
 
 
 def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
-    """The parameters of a run's model, by what becomes of them; built without memory."""
+    """The parameters of a run's model, which is built on the meta device."""
     with torch.device("meta"):
         model = training_method(config).build(spec, SINGLE, "none")
         base: nn.Module
         if isinstance(model, HostedDecoder):
             base = model.base
         else:
+            # The rows of new tokens belong to the expansion.
             base = Decoder(replace(spec, new_tokens=0))
         return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")

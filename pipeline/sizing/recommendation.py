@@ -9,15 +9,16 @@ from pipeline.sizing.estimate import Estimate
 from pipeline.sizing.layouts import Choice, recomputation_rank
 
 _TOLERANCE = 0.03
-"""Steps whose times differ by less than this share count as equally fast: the estimate is not more
-precise."""
+"""Steps whose times differ by less than this share count as equally fast: the estimates of time are
+not more precise."""
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
-    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason.
+    """The recommended layout, or None if none fits; and the reason.
 
-    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least
-    recomputation, then the lowest ZeRO stage. None if none fits.
+    It is the fastest layout that fits even if its estimate of memory is too low by MEMORY_ERROR.
+    Among equally fast layouts it is the one with the smallest groups (tensor-parallel size times
+    expert size), then the least recomputation, then the lowest ZeRO stage.
     """
     if not estimates:
         return None, "no layout is possible; see the reasons given for each"
@@ -25,15 +26,15 @@ def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice |
     if not safe:
         return None, _nothing_fits(estimates, cluster)
 
-    fastest = min(estimate.step_s for estimate in safe)
-    # Not the single fastest: differences below the estimate's error would choose a more complicated
+    # Not the single fastest: differences below the error of the estimate would prefer a complicated
     # layout at random.
-    equally_fast = [one for one in safe if one.step_s <= fastest * (1 + _TOLERANCE)]
+    longest = (1 + _TOLERANCE) * min(estimate.step_s for estimate in safe)
+    equally_fast = [estimate for estimate in safe if estimate.step_s <= longest]
     best = min(equally_fast, key=_effort)
     reasons = [
         f"{needed_gib(best)} of {usable_gib(cluster)} usable GiB, {best.step_s:.2f} s a step",
     ]
-    simpler = []
+    simpler: list[Estimate] = []
     for other in estimates:
         if _effort(other) < _effort(best) and not other.is_safe(cluster):
             simpler.append(other)
@@ -67,19 +68,21 @@ def _nothing_fits(estimates: Sequence[Estimate], cluster: Cluster) -> str:
 
 
 def _smallest(estimates: Sequence[Estimate]) -> Estimate:
-    """The one that takes the least memory."""
+    """The estimate with the least memory."""
     return min(estimates, key=lambda estimate: estimate.memory.total)
 
 
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
-    """How far a layout is from the simplest one."""
+    """The order in which layouts are preferred: the smallest is the simplest one."""
     choice = estimate.choice
     return choice.tp_size * choice.expert_size, recomputation_rank(choice), choice.zero_stage
 
 
 def needed_gib(estimate: Estimate) -> str:
+    """The memory that a GPU needs, in GiB, for a message."""
     return f"{estimate.memory.total / GIB:.1f}"
 
 
 def usable_gib(cluster: Cluster) -> str:
+    """The memory of a GPU that a run may use, in GiB, for a message."""
     return f"{cluster.usable_bytes / GIB:.0f}"

@@ -24,9 +24,9 @@ _COLUMNS = 100
 def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | None]:
     """The report of an estimate, and the recommended layout if there is one.
 
-    Its sections are the model, a table of layouts, the time of the run's own layout and of the
-    recommended one, and the recommendation. `every` layout is listed, those too that recompute more
-    than they must.
+    Its sections are the model, a table of layouts, the times of the run's own layout and of the
+    recommended one, and the recommendation. With `every`, layouts that recompute more than they
+    must are listed, too.
     """
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, estimator.cluster)
@@ -43,7 +43,8 @@ def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | 
 def report_values(
     estimator: Estimator, *, every: bool = False
 ) -> tuple[dict[str, Any], Choice | None]:
-    """What a report says, for programs (docs/json.md), and the recommended layout if there is one.
+    """The values of a report, for programs (docs/json.md), and the recommended layout if there is
+    one.
 
     All layouts that were estimated are listed.
     """
@@ -51,6 +52,9 @@ def report_values(
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, cluster)
     served = estimator.served_flops()
+    layouts: list[dict[str, Any]] = []
+    for estimate in estimates:
+        layouts.append(layout_values(estimate, estimator))
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
@@ -61,7 +65,7 @@ def report_values(
         "stage": estimator.stage.name or None,
         "cluster": asdict(cluster),
         "usable_bytes": round(cluster.usable_bytes),
-        "layouts": [layout_values(estimate, estimator) for estimate in estimates],
+        "layouts": layouts,
         "refused": refused,
         "own": estimator.own_choice._asdict(),
         "recommended": None if recommended is None else recommended._asdict(),
@@ -71,7 +75,7 @@ def report_values(
 
 
 def layout_values(estimate: Estimate, estimator: Estimator) -> dict[str, Any]:
-    """The estimate of one layout, for programs."""
+    """The estimate of one layout, for programs (docs/json.md)."""
     cluster = estimator.cluster
     step_s = estimate.step_s
     return {
@@ -104,7 +108,7 @@ def _wrapped(text: str) -> str:
 
 
 def _model_section(estimator: Estimator) -> str:
-    """The model, its FLOPs, the batch and the cluster; a label and a text in each line."""
+    """The model, its FLOPs, the batch and the cluster: a label and a text in each line."""
     cluster = estimator.cluster
     config = estimator.config
     flops = estimator.flops_per_token("none", "nothing")
@@ -129,6 +133,7 @@ def _model_section(estimator: Estimator) -> str:
     ]
     if len(estimator.stages) > 1:
         stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
+        # Below the lines on the whole run, above those on the stage.
         lines.insert(2, ("stage", f"{stages}; parameters, state and hours are of the whole run"))
     served = estimator.served_flops()
     if served is not None:
@@ -147,11 +152,14 @@ def _model_section(estimator: Estimator) -> str:
             assert plan.expansion is not None, "SCALE widens its base"
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
-    return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
+    wrapped: list[str] = []
+    for label, text in lines:
+        wrapped.append(_wrapped(f"{label:<10}  {text}"))
+    return "\n".join(wrapped)
 
 
 def _training_state(estimator: Estimator) -> str:
-    """What training holds of each trained parameter, which is the price of a method."""
+    """The training state of each trained parameter: by it the memory of methods can be compared."""
     parameters = estimator.parameters
     size = training_state_bytes(parameters, estimator.deepspeed.dtype)
     each = size / max(1, parameters.trained)
@@ -177,19 +185,20 @@ _LAYOUT_COLUMNS = (
     ("net GB", ">7"),
     ("s/step", ">7"),
 )
-"""Heads of the table of layouts, with alignment and width. `ep`, how many ranks share experts, is
-left out of tables where none do."""
+"""The heads of the table of layouts, with alignment and width. Tables in which no ranks share
+experts leave out `ep`."""
 
 
 def _layouts_section(
     estimates: Sequence[Estimate], refused: dict[str, str], cluster: Cluster
 ) -> str:
-    """A table of layouts, memory in GiB and traffic in GB; and why others are impossible."""
-    rows = [[head for head, _ in _LAYOUT_COLUMNS]]
-    for estimate in estimates:
-        rows.append(_layout_cells(estimate, cluster))
+    """A table of layouts, with memory in GiB and traffic in GB, and why others are impossible."""
     with_experts = any(estimate.choice.expert_size > 1 for estimate in estimates)
-    lines = [_layout_line(row, with_experts=with_experts) for row in rows]
+    heads = [head for head, _ in _LAYOUT_COLUMNS]
+    lines = [_layout_line(heads, with_experts=with_experts)]
+    for estimate in estimates:
+        cells = _layout_cells(estimate, cluster)
+        lines.append(_layout_line(cells, with_experts=with_experts))
     for groups, reason in refused.items():
         lines.append(_wrapped(f"  not tp {groups}: {reason}"))
     return "\n".join(lines)
@@ -204,7 +213,9 @@ def _layout_line(cells: Sequence[str], *, with_experts: bool) -> str:
 
 
 def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
-    """One row: the larger kinds of memory have columns, all others share one."""
+    """The cells of a row. The larger kinds of memory have columns; the column `other` is the sum of
+    the rest.
+    """
     choice = estimate.choice
     memory = estimate.memory
     states = memory.gradients + memory.optimizer
@@ -233,9 +244,9 @@ def _times_section(
     recommended: Choice | None,
     estimator: Estimator,
 ) -> str:
-    """The run's own layout and the recommended one in full."""
+    """The run's own layout and the recommended one, with all figures."""
     own = estimator.own_choice
-    lines = []
+    lines: list[str] = []
     for estimate in estimates:
         if estimate.choice == own == recommended:
             lines.append(_times_of(estimate, "this run's, recommended", estimator))
@@ -266,7 +277,7 @@ def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
     on_host = ""
     if estimate.host_bytes:
         on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
-    kinds = []
+    kinds: list[str] = []
     for kind in fields(Memory):
         kinds.append(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}")
     return (

@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by purpose and by link; what ZeRO partitions, and what it gathers.
+"""The messages that a GPU sends in a step, by purpose and by link, and the gathers of ZeRO-3.
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a
 reduce-scatter, and twice that in an all-reduce. All n edges of a ring carry the same; with m
@@ -26,26 +26,27 @@ _MUON_BYTES = 4
 
 
 def partition_size(size: int, dp_size: int) -> int:
-    """A rank's part of `size` elements; the last rank's part is padded."""
+    """The elements of a rank's partition of `size` elements; that of the last rank is padded."""
+    # -(-a // b) is a / b, rounded up.
     return -(-size // dp_size)
 
 
 class Gathering(NamedTuple):
-    """What ZeRO-3 gathers in a micro-batch in total, and the most at once. In elements."""
+    """The elements that ZeRO-3 gathers in a micro-batch: in total, and the most at once."""
 
     total: int
     most_at_once: int
 
 
 def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gathering:
-    """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
+    """The parameters that DeepSpeed gathers in a micro-batch; none below ZeRO-3.
 
-    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are
-    prefetched and stay for the backward pass, or those used last within `max_reuse_distance`; the
-    others are gathered again if the backward pass reads them. Frozen parameters of a layer that is
-    recomputed are always released and gathered once more: see
-    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most
-    `param_persistence_threshold` elements are never partitioned, so never gathered.
+    It gathers each parameter once for the forward pass. Some stay for the backward pass: with
+    prefetching up to `max_live_parameters` elements, without it those that were used last, within
+    `max_reuse_distance`. All others are gathered again if the backward pass reads them. Frozen
+    parameters of a recomputed layer are always released and gathered once more (see DeepSpeed's
+    `PartitionedParameterCoordinator.release_sub_module`). Parameters of at most
+    `param_persistence_threshold` elements are never released, so they are not gathered.
     """
     if zero.zero_stage < 3:
         return Gathering(0, 0)
@@ -58,8 +59,8 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
         return Gathering(0, 0)
     whole = total_elements(partitioned)
 
-    # From a use in the forward pass to the reuse in the backward pass, all later parameters are
-    # read twice: half of the distance is what stays.
+    # Between the use of a parameter in the forward pass and in the backward pass, every later
+    # parameter is used twice. So the parameters within a reuse distance are half of it.
     kept = zero.elements("stage3_max_reuse_distance") // 2
     if zero.elements("stage3_prefetch_bucket_size"):
         kept = max(kept, zero.elements("stage3_max_live_parameters"))
@@ -98,15 +99,15 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> float:
-        """What a GPU sends."""
-        # A ring all-reduce is a reduce-scatter followed by an all-gather.
-        # Patarasuk and Yuan 2009: no all-reduce sends less a rank.
+        """The bytes that a GPU sends."""
+        # A ring all-reduce is a reduce-scatter followed by an all-gather. No other algorithm sends
+        # less from each rank (Patarasuk and Yuan 2009).
         passes = 2 if self.collective == "all-reduce" else 1
         return passes * self.payload_bytes * (self.group_size - 1) / self.group_size
 
     @property
     def between_bytes(self) -> float:
-        """What of it goes to other nodes, on average."""
+        """The bytes of them that go to other nodes, on average over the GPUs."""
         if self.group_size <= self.on_node:
             return 0.0
         if self.collective == "all-to-all":
@@ -116,7 +117,7 @@ class Traffic:
         return self.sent_bytes / self.on_node
 
     def seconds(self, cluster: Cluster) -> float:
-        """How long the rings take, without contention."""
+        """The seconds that the messages take, without contention."""
         within = self.sent_bytes / cluster.node_gb_per_s
         between = self.between_bytes / cluster.network_gb_per_s
         # Both links carry the same ring at the same time: the slower one decides.
@@ -135,8 +136,12 @@ def estimate_traffic(
     if layout.dp_size > 1:
         traffic += _data_parallel(costs, zero, layout, micro_batches, cluster)
 
-    split = total_elements(one for one in costs.by_muon if one.split)
-    if split:
+    split = 0
+    for parameter in costs.by_muon:
+        if parameter.split:
+            split += parameter.size
+    if split > 0:
+        # Muon orthogonalises whole matrices: tensor-parallel ranks gather the shards of each.
         on_node = min(layout.tp_size, cluster.gpus_per_node)
         # The payload of an all-gather is its output: the shards of all ranks.
         payload = _MUON_BYTES * split * layout.tp_size
@@ -148,7 +153,8 @@ def estimate_traffic(
         traffic.append(Traffic(TENSOR_PARALLEL, collective, payload, size, on_node))
 
     for (size, collective), payload in sorted(costs.expert_payload_bytes.items()):
-        # Its ranks are data-parallel ones: tensor-parallel neighbours stand between them.
+        # These are data-parallel ranks: neighbours in rank are of the same tensor-parallel group,
+        # so that fewer of these ranks share a node.
         on_node = max(1, min(size, cluster.gpus_per_node // layout.tp_size))
         payload *= micro_batches
         traffic.append(Traffic(EXPERT_PARALLEL, collective, payload, size, on_node))
@@ -164,7 +170,7 @@ def _data_parallel(
 ) -> list[Traffic]:
     """The messages of a rank to the ranks that hold the same shards."""
     dp_size = layout.dp_size
-    # Tensor-parallel ranks are beside each other on a node: fewer replicas share it.
+    # A node holds whole tensor-parallel groups, so that fewer replicas share it.
     on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
 
     gathered = _gathered_elements(costs, zero, dp_size, micro_batches) * zero.dtype.itemsize
@@ -188,12 +194,12 @@ def _gathered_elements(
 ) -> int:
     """The parameters that data-parallel ranks gather in a step."""
     if zero.zero_stage < 3:
-        # Each rank updates its partition of what trains, and all gather it.
+        # Each rank updates its partition of the trained parameters, and gathers the others'.
         return total_elements(costs.trained)
     elements = estimate_gathering(costs, zero).total * micro_batches
     threshold = zero.elements("stage3_param_persistence_threshold")
     for parameter in costs.parameters:
         if parameter.size <= threshold and not parameter.kept_whole:
-            # A parameter that is never partitioned is gathered once, after the update.
+            # A parameter that is never released is gathered once, after the update.
             elements += partition_size(parameter.size, dp_size) * dp_size
     return elements

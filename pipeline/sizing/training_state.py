@@ -18,10 +18,10 @@ def optimizer_state_bytes(parameters: Parameters) -> int:
 
 
 def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
-    """What training holds of the trained parameters, over all ranks: weights and gradients in
-    `dtype`, and the optimizer's fp32 copies and moments.
+    """The bytes that training holds of the trained parameters, over all ranks.
 
-    In 16 bits that is 16 bytes a parameter, and 12 where Muon trains it.
+    They are weights and gradients in `dtype`, and the optimizer's fp32 copies and moments: with 16
+    bits 2 + 2 + 12 bytes a parameter, and 4 fewer where Muon updates it.
     """
     weights_and_gradients = 2 * parameters.trained * dtype.itemsize
     return weights_and_gradients + optimizer_state_bytes(parameters)

@@ -1,8 +1,9 @@
 """The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged
 cache.
 
-One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model
-has two sets of heads in the cache; below, both paths are one.
+One rank and one stage; no quantisation, LoRA or speculative decoding. Layers that run on two paths
+have two sets of heads in the cache: those of a routed model from `l_fp` on, and those below a gate
+that reads above the first layer with weights of open tokens' own.
 """
 
 from __future__ import annotations
@@ -50,17 +51,25 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
         return "it is served in the type of its weights: leave --quantization out"
     if config.mixture is not None:
         return "its mixture of experts has not been tried under vLLM; serve it with transformers"
-    if config.own_first_layer is not None:
+    if config.runs_twice_below_gate and config.expansion_num_attention_heads:
+        # vLLM gives all layers pages of one size: a layer with more heads must have a multiple of
+        # the others' heads, as where a layer has them twice.
         return (
-            "its open tokens' own weights have not been tried under vLLM; serve it with "
-            "transformers"
-        )
-    if config.runs_twice_below_gate:
-        return (
-            "the layers below its gate run twice, which has not been tried under vLLM; serve it "
-            "with transformers"
+            "the layers below its gate run twice, with other numbers of heads than the layers "
+            "above, which vLLM's cache does not hold; serve it with transformers, or fit the gate "
+            "again at the first layer with trained weights (gate.layer), if that is above 0"
         )
     return config.packing_unsupported_reason()
+
+
+def runs_on_two_paths(config: ScaleConfig, layer: int) -> bool:
+    """Whether a layer computes the heads of two paths, each with as many."""
+    if config.routed:
+        return layer >= config.l_fp
+    if config.runs_twice_below_gate:
+        assert config.gate_layer is not None, "there is a gate above"
+        return config.first_changed_layer <= layer < config.gate_layer
+    return False
 
 
 class ScaleForVllm(nn.Module):
@@ -85,10 +94,7 @@ class ScaleForVllm(nn.Module):
             name = f"layers.{index}.attention"
             if prefix:
                 name = f"{prefix}.{name}"
-            # Of a routed model's two paths, each has heads of its own in the cache.
-            paths = 1
-            if config.routed and index >= config.l_fp:
-                paths = 2
+            paths = 2 if runs_on_two_paths(config, index) else 1
             layer.attention.served = Attention(
                 num_heads=paths * config.num_attention_heads,
                 head_size=config.head_dim,
@@ -112,7 +118,16 @@ class ScaleForVllm(nn.Module):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The hidden states of all requests' new tokens [N]."""
+        """The hidden states of all requests' new tokens [N].
+
+        Raises:
+            ValueError: own rows are looked up by ids, and there are embeddings alone.
+        """
+        if input_ids is None and self.model.own_input is not None:
+            raise ValueError(
+                "prompt embeddings: tokens that the gate opens have rows of their own, by their "
+                "ids; give token ids"
+            )
         embedded = inputs_embeds
         if embedded is None:
             embedded = self.embed_input_ids(input_ids)
@@ -129,8 +144,9 @@ class ScaleForVllm(nn.Module):
         )
         columns = []
         for path in last.paths:
-            assert path.x_up is not None, "with masks of its own, the model computes the expansion"
-            columns += [path.x, path.x_up]
+            columns.append(path.x)
+            if path.x_up is not None:  # a model trained by LoRA has none
+                columns.append(path.x_up)
         if last.closed is None:
             columns.append(embedded.new_zeros(1, len(embedded), 1))
         else:

@@ -10,6 +10,7 @@ from benchmarks import export_precision, serve_check
 from pipeline.errors import ConfigError
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
+from tests.gating.test_catching_up import gated
 
 pytestmark = pytest.mark.full
 
@@ -27,6 +28,22 @@ def test_each_row_is_rounded_by_its_own_scale():
     steps = layer.weight[:2] / scale[:2]
     assert torch.allclose(steps, steps.round(), atol=1e-3)
     assert not torch.equal(layer.weight, before)
+
+
+def test_the_output_projection_stays_as_it_is():
+    model = nn.Module()
+    model.lm_head = nn.Linear(16, 3, bias=False)
+    before = model.lm_head.weight.detach().clone()
+    export_precision.round_to_int8(model)
+    assert torch.equal(model.lm_head.weight, before)
+
+
+def test_ids_that_are_open_count_as_open():
+    model = gated("open ids", -30.0)
+    ids = torch.tensor([1, 5, 2, 45, 3, 7, 5, 8])
+    opens = export_precision.score(model, ids, 4).opens
+    assert opens.tolist() == [False, True, False, True, False, False, True, False]
+    assert not model.token_gate._forward_hooks
 
 
 def test_perplexities_of_a_folder(tmp_path, monkeypatch, capsys):

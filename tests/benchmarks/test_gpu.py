@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_step
 from benchmarks.gpu import __main__ as parts
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.gpu_step import Contender, Shape, Variant
 from benchmarks.results import ROOT, Elapsed
 from tests.benchmarks.calls import rows_of
@@ -71,6 +71,22 @@ def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(
     assert [row["check"] for row in written["rows"]] == ["ends in time"]
     assert written["about"]["torch"] and written["on_gpu"] is False
     assert "1 parts tried: 0 checks passed, 1 failed" in capsys.readouterr().out
+
+
+def test_parts_may_share_a_time_limit(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def run_part(part, setting, seconds):
+        given.append(seconds)
+        return [CheckRow("something", True, "found")]
+
+    monkeypatch.setattr(parts, "run_part", run_part)
+    setting = Setting("cpu", tmp_path, 600.0)
+    assert parts.run_parts(parts.QUICK, setting, total_seconds=100.0) == 0
+    assert len(given) == len(parts.QUICK) and all(90 < seconds <= 100 for seconds in given)
+    assert parts.run_parts(["fp8"], setting, total_seconds=1.0) == 1
+    assert len(given) == len(parts.QUICK), "it did not begin"
+    assert "make gpu ONLY=fp8" in capsys.readouterr().out
 
 
 CPU = torch.device("cpu")

@@ -65,7 +65,8 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     sizes += ["--gate-features", "token+running_mean", "--batch", 2]
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
     states = ["one open", "gate shut", "gate open"]
-    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("merged", "scale", *states)]
+    widened = ("merged", "scale", "open by id", *states)
+    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in widened]
     kinds = ("4 x 1/8", "own weights", "difference", "difference by layer")
     several = [f"{name}, {state}" for name in kinds for state in states]
     assert set(rows) == {"base", *several, *names} and rows["base"]["ratio_to_base"] == 1

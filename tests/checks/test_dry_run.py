@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run import _own_weight_rows, make_plan
 from pipeline.checks.run_plan import RunPlan
 from pipeline.config.run import load_config
 from pipeline.expansion_folder import open_expansion
@@ -88,6 +88,13 @@ def test_own_rows_are_bounded_until_they_are_counted(tokens, tmp_path):
         with safe_open(expansion.path / expansion.manifest.tensors[name], "pt") as file:
             sizes.append(math.prod(file.get_slice(name).get_shape()))
     assert trained[1] == sum(sizes)
+
+
+def test_the_plan_says_that_experts_have_no_low_rank_differences(base, tmp_path):
+    config = load_config(write_config(tmp_path, tmp_path, method__low_rank=2, gate={}))
+    [(name, text)] = _own_weight_rows(config, base("mixtral").spec)
+    assert name == "own weights" and "but the experts', which stay the base's" in text
+    assert not list(_own_weight_rows(config, base("llama").spec))
 
 
 def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):

@@ -120,6 +120,6 @@ def test_a_base_of_experts_is_refused(models):
 def test_other_methods_are_refused_by_name(method, models):
     name = "adapt separate" if method == "scale" else method
     with pytest.raises(
-        ConversionError, match=f"as --format peft, .*not peft: method {method} trains no adapters"
+        ConversionError, match=f"with --format peft, .*not peft: method {method} trains no adapters"
     ):
         choose_export(models("stories260K", name), "peft", torch.float32)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.combination.combine import combine
+from pipeline.combination.combine import combine, open_export
 from pipeline.commands import combine as combine_command
 from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
@@ -42,14 +42,19 @@ DEMO = Path("examples/data/models/stories260K")
 LAYERS, BASE_TOKENS = 4, 512
 PRESERVE = {"l_fp": LAYERS, "gate_layer": LAYERS}
 ADAPT = {"l_fp": 2, "gate_layer": 2, "collaborative_modules": ["attention", "ffn"]}
+OWN = {"own_rows": 9, "own_gains": True, "own_rank": 3}
+# LoRA's weights begin at the embedding, below its gate.
+LORA = {"l_fp": LAYERS, "own_first_layer": 0, "gate_layer": 2, "own_scale": 1.5}
 # What differs from a ScaleConfig's defaults, and the expansion's width and heads.
 EXPANSIONS = {
     "ko": (PRESERVE | {"norm_statistics": "base"}, 32, 4),
     "law": (PRESERVE | {"gate_features": "token+running_mean"}, 16, 2),
     "code": (ADAPT, 32, 4),
     "med": (ADAPT | {"gate_features": "token+running_mean", "gate_layer": 1}, 24, 1),
+    "own": (ADAPT | OWN | {"own_first_layer": 2}, 32, 4),
+    "lora": (LORA | OWN | {"gate_features": "token+running_mean"}, 0, 0),
     "pieces": (PRESERVE | {"vocab_size": BASE_TOKENS + 18}, 32, 4),
-    "kana": (ADAPT | {"vocab_size": BASE_TOKENS + 11}, 16, 2),
+    "kana": (ADAPT | OWN | {"own_first_layer": 2, "vocab_size": BASE_TOKENS + 11}, 16, 2),
 }
 ALL = [*EXPANSIONS][:-1]
 TEXTS = {
@@ -69,6 +74,7 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
         expansion_num_key_value_heads=heads,
         num_attention_heads=8 + heads,
         num_key_value_heads=8 + heads,
+        **({} if width else {"expansion_intermediate_size": 0}),
         **settings | changes,
     )
     model = ScaleForCausalLM(config)
@@ -81,6 +87,8 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
             # Row by row, so that the base's rows are the same under an extended vocabulary.
             std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random) * std)
+    if config.own_rows:
+        choose_own_rows(model)
     model.save_pretrained(folder)
     for file in DEMO.glob("*token*"):
         shutil.copy(file, folder)
@@ -93,6 +101,20 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     record = {"format": EXPORT.format, "method": {"variant": name}, "position": {"tokens_seen": 1}}
     (folder / EXPORT.record).write_text(json.dumps(record | {"checkpoint_manifest": name}))
     return folder
+
+
+def choose_own_rows(model: ScaleForCausalLM) -> None:
+    """Each of the base's tokens has one of the own rows; new tokens have a row of zeros."""
+    added = model.config.vocab_size - BASE_TOKENS
+    rows = model.config.own_rows - (1 if added else 0)
+    for module, values in (
+        (model.own_input, model.own_input.rows.weight),
+        (model.output, model.output.own_rows),
+    ):
+        module.row_of_token.copy_(torch.arange(model.config.vocab_size) * 7 % rows)
+        if added:
+            module.row_of_token[BASE_TOKENS:] = rows
+            values.data[rows] = 0
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +135,7 @@ def model(combined) -> ScaleForCausalLM:
     return load_hf_model(combined)
 
 
-def prompts(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts, some of them padded on the left."""
     tokens = torch.randint(3, BASE_TOKENS, (count, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
@@ -223,7 +245,7 @@ def test_the_margin_of_an_opened_id_is_above_zero_and_in_the_order_of_scores():
     assert opened_margin(torch.tensor(-1e4)) > 0
 
 
-REQUESTS = [["ko"], ["code", "law", "med"], [], ALL]
+REQUESTS = [["ko"], ["code", "law", "med"], [], ALL, ["own", "lora"]]
 
 
 @pytest.mark.full
@@ -301,7 +323,7 @@ def test_guessing_tokens_ahead_changes_nothing(model, tmp_path):
     combine(tmp_path / "served", {"ko": export(tmp_path / "ko", "ko", **windows)})
     tokens = prompts()[0][1:2].repeat(1, 2)
     served = load_hf_model(tmp_path / "served")
-    for one, active in ((model, ["ko"]), (served, ["ko"]), (served, [])):
+    for one, active in ((model, ["ko"]), (model, ["own", "lora"]), (served, ["ko"]), (served, [])):
         one.set_active(active)
         found = generate_greedily(one, tokens, new_tokens=12, prompt_lookup_num_tokens=3)
         assert torch.equal(found, generate_greedily(one, tokens, new_tokens=12))
@@ -317,7 +339,7 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
             {"position_ids": torch.arange(12).remainder(6)[None], "use_cache": False},
             "one text in a row",
         ),
-        ({"inputs_embeds": torch.zeros(4, 12, 64)}, "takes input_ids"),
+        ({"inputs_embeds": torch.zeros(5, 12, 64)}, "takes input_ids"),
         (
             {"past_key_values": load_hf_model(exports["ko"])(tokens).past_key_values},
             "expected the cache of this model",
@@ -417,12 +439,20 @@ def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_pa
     assert contents(folder) == before
 
 
-@pytest.mark.full
-def test_an_export_on_a_hosted_base_is_refused_by_name(exports, tmp_path):
-    folder = shutil.copytree(exports["ko"], tmp_path / "hosted")
-    change_json(folder / "config.json", model_type="scale_hosted")
-    with pytest.raises(ConversionError, match=r"computed by transformers.* serve the export alone"):
-        combine(tmp_path / "combined", {"ko": folder})
+@pytest.mark.parametrize(
+    ("model_type", "error"),
+    [
+        ("scale_difference", "two models of the base's class, .*; serve the export alone"),
+        ("scale_hosted", "runs by transformers' own code, .*; serve the export alone"),
+        ("llama", "no export in the format scale; convert the run again with --format scale"),
+    ],
+)
+def test_exports_of_other_formats_are_refused_by_name(model_type, error, exports, tmp_path):
+    folder = shutil.copytree(exports["ko"], tmp_path / "other")
+    change_json(folder / "config.json", model_type=model_type)
+    with pytest.raises(ConversionError, match=error) as refused:
+        open_export(folder)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.full

@@ -326,7 +326,7 @@ def test_it_is_verified(bits, differences):
     report = verify_difference(model, folder, probe, torch.float32)
     assert report.closed_tokens + report.open_tokens == 2 * LENGTH
     assert 0 < report.closed_tokens < 2 * LENGTH
-    said = f"closed text is the base's to the bit ({report.closed_tokens} tokens)"
+    said = f"closed tokens have the base's logits to the bit ({report.closed_tokens} tokens)"
     assert said in describe_difference(report)
     assert 0 < report.kl < LOST[bits] * report.kl_from_base
     assert report.lost == pytest.approx(report.kl / report.kl_from_base)
@@ -340,7 +340,7 @@ def test_where_every_token_is_open_nothing_is_said_of_closed_text(models, tmp_pa
     probe = {"text": list(some_tokens(model.spec, 2, LENGTH))}
     report = verify_difference(model, tmp_path, probe, torch.float32)
     assert report.closed_tokens == 0 and report.open_tokens == 2 * LENGTH
-    assert "closed text was not compared with the base's" in describe_difference(report)
+    assert "no closed token was compared with the base" in describe_difference(report)
 
 
 def test_a_wrong_difference_is_not_kept(differences, tmp_path, models):

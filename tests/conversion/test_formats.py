@@ -135,7 +135,7 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(models):
     """Every reason is in tests/test_combinations.py."""
     with pytest.raises(
         ConversionError,
-        match=r"cannot leave as --format scale, but as merged; .*fft widens nothing",
+        match=r"cannot be exported with --format scale, but with merged; .*fft widens nothing",
     ):
         choose_export(models("llama tied", "fft"), "scale", torch.float32)
     assert (

@@ -13,7 +13,6 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
-from pipeline.combination.combine import combine
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.verify import probe_maker, verify
@@ -128,7 +127,7 @@ def test_a_shut_text_is_the_bases_whatever_the_own_weights_are(name, method, exp
     assert_near(logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
-    with patch.object(ScaleForCausalLM, "_waits_for_open", lambda *_: False):
+    with patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False):
         whole = model(tokens).logits
         plain = without_own_weights(model)(tokens).logits
     assert torch.equal(whole, plain) and torch.equal(whole, logits)
@@ -363,7 +362,9 @@ def test_a_merged_export_is_verified(models, tmp_path):
     stored = getattr(load_hf_model(folder).config, RESIDUAL_KEY)
     report = verify(model, folder, probe, torch.float32, stored["scale"])
     assert report.max_abs < PARITY
-    with pytest.raises(ConversionError, match=r"cannot leave as --format merged.*a gate decides"):
+    with pytest.raises(
+        ConversionError, match=r"cannot be exported with --format merged.*a gate decides"
+    ):
         gated = replace(
             model, gate=random_gate(training_decoder(model), some_tokens(model.spec, 2, 8))
         )
@@ -389,14 +390,3 @@ def test_an_expansion_carries_them(models, tmp_path):
     method.load(decoder, model.base, decoder.tp)
     tokens = some_tokens(model.spec, 2, 16)
     assert torch.equal(decoder.logits(tokens), training_decoder(model).logits(tokens))
-
-
-def test_they_are_not_combined(exports, tmp_path):
-    folder, _ = exports("llama", "own adapt", features="token")
-    copy = tmp_path / "export"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    (copy / "conversion.json").write_text('{"format": "scale-cpt export 1"}')
-    with pytest.raises(ConversionError, match=r"weights of their own .*serve the export alone"):
-        combine(tmp_path / "combined", {"own": copy})

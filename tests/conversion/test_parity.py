@@ -53,7 +53,7 @@ def test_a_base_that_is_read_otherwise_is_refused(mixed):
     )  # the global ones have none
     with pytest.raises(
         BaseModelError,
-        match=r"differ from those of transformers by .* 'exaone4' is not read rightly",
+        match=r"differ from those of transformers by .*model_type 'exaone4'. is misread",
     ):
         check_against_transformers(replace(base, spec=replace(base.spec, layers=layers)))
     change_json(mixed / "config.json", intermediate_size=40)
@@ -78,7 +78,7 @@ def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, m
     all_windows = replace(base, spec=replace(base.spec, layers=base.spec.layers[:1] * 3))
     assert (unwidened(all_windows).logits(tokens) - expected).abs().max() > 0.1
     monkeypatch.setattr("pipeline.checks.parity.PROBE_TEXTS", {"long": PROBE_TEXTS["english"] * 4})
-    with pytest.raises(BaseModelError, match="not read rightly"):
+    with pytest.raises(BaseModelError, match="is misread"):
         check_against_transformers(all_windows)
 
     change_json(path / "config.json", sliding_window=None)

@@ -148,7 +148,7 @@ def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
         ),
         (
             chat(("user", "a " * 600), ("assistant", "b")),
-            "line 2: its [0-9]+ tokens leave no room to answer in a cont",
+            "line 2: its [0-9]+ tokens leave no space to answer in a cont",
         ),
     ],
 )

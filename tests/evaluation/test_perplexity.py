@@ -157,7 +157,7 @@ def test_the_command_line_scores_any_folder():
     done = scale_cpt("evaluate", "--model", STORIES, *options)
     assert done.returncode == 0, done.stderr
     english, korean, note = done.stdout.splitlines()[2:]
-    assert note.startswith("Scored is a part of") and note.endswith("all of it: --max-bytes 0.")
+    assert note.startswith("Only a part of") and note.endswith("--max-bytes 0 scores all of it.")
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
 
 

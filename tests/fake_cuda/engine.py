@@ -1,6 +1,6 @@
 """Steps of DeepSpeed's own engine on a CUDA device without values; what a real one would stumble over.
 
-    LD_PRELOAD=device.so python -m tests.fake_cuda.engine zero1 zero2 "zero3 tight"
+    LD_PRELOAD=device.so python -m tests.fake_cuda.engine zero1/adapt "zero3 tight/lora" zero1/fft/muon
 
 Rank 0 of four, two of them tensor-parallel: gradient buckets, reductions, clipping, master weights
 and ZeRO-3's gathers, around our model. Prints a JSON object for each, as `tests.fake_cuda.trace`.
@@ -32,19 +32,14 @@ LAYOUT = Layout(4, 2)
 
 
 class WatchedEngine(WatchedKernels):
-    """Gives zero where the host asks for a value, which is a fault."""
+    """Leaves out Adam's kernel, and answers zero where the host asks for a value."""
 
     def __init__(self, faults: Faults) -> None:
-        super().__init__(faults.look)
-        self.faults = faults
+        super().__init__(faults, answer=0)
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if operation is torch.ops.aten._local_scalar_dense.default:
-            if args[0].is_cuda:
-                self.faults.add("the host waits for a value")
-            return 0.0 if args[0].is_floating_point() else 0
         if "_fused_adamw" in str(operation):
             return None  # fake tensors have no such kernel; it changes no size
         return super().__torch_dispatch__(operation, types, args, kwargs)
@@ -67,12 +62,15 @@ def start_ranks() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # torch's broadcast asks for it
 
 
-def traced(zero: str) -> Faults:
-    """The faults of the second step of Adapt; the first also makes what later ones keep."""
+def traced(case: str) -> Faults:
+    """The faults of the second step of ZERO/METHOD, perhaps with an optimizer behind it; the first
+    also makes what later ones keep."""
     from pipeline.training.batches import MicroBatch
     from pipeline.training.engine import Engine
 
-    config = run_config(Path(tempfile.mkdtemp()), zero, "adapt", LAYOUT)
+    zero, method, *optimizer = case.split("/")
+    changes = {"schedule__optimizer": optimizer[0]} if optimizer else {}
+    config = run_config(Path(tempfile.mkdtemp()), zero, method, LAYOUT, **changes)
     spec = read_spec(config.base)
     faults = Faults()
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_a_gpu(Case.of("adapt/llama")):
@@ -100,10 +98,10 @@ def traced(zero: str) -> Faults:
 
 def main() -> None:
     start_ranks()
-    for zero in sys.argv[1:]:
-        faults = traced(zero)
+    for case in sys.argv[1:]:
+        faults = traced(case)
         result = {
-            "case": zero,
+            "case": case,
             "operations": faults.operations,
             "faults": sorted(set(faults.found)),
         }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.bases import CONFIGS
+from tests.hosted.bases import KINDS, PARTLY_FP32
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -33,7 +34,9 @@ QUICK = [
     "adapt/gemma2/own rows/own gains/low rank/gate",
     # Window, soft-capping, parallel residual, experts.
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
+    "adapt/qwen3_moe/aligned/shared experts",
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
+    "export/adapt/cache/gate/own weights",
     # vLLM's class, up to its attention.
     *(f"vllm/{options}" for options in ("adapt", "adapt/gate", "route/gate")),
 ]
@@ -42,6 +45,7 @@ COMPILED = ["adapt/gemma2/compiled"]
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe", "solar_open", "exaone_moe")
 DENSE = [name for name in CONFIGS if not name.startswith(MIXTURES)]
 ALL = [
+    *(f"{served}/gate/own weights" for served in ("export/adapt/cache", "vllm/adapt")),
     *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
     *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
     *(
@@ -63,6 +67,22 @@ ALL = [
         f"adapt/llama/fp8/{options}"
         for options in ("gradients in e5m2", "gradients in bf16", "row/gradients in e5m2", "fp32")
     ),
+    "preserve/llama/gate",
+    "lora/llama/own rows/own gains/gate",
+]
+ONE_DOCUMENT = ("gpt2", "qwen3_next", "mamba")
+"""Hosted bases in which documents of one row would see each other."""
+HOSTED = [
+    *(f"adapt/hosted {name}/whole rows" for name in (*KINDS, *PARTLY_FP32)),
+    *(f"adapt/hosted {name}" for name in KINDS if name not in ONE_DOCUMENT),
+    *(f"{method}/hosted llama" for method in ("preserve", "route", "lora")),
+    *(f"adapt/hosted llama/{option}" for option in ("gate", "all", "kl")),
+    "lora/hosted granite/own rows/own gains/gate",
+]
+DIFFERENCES = [
+    f"difference/{unpacked}/{tokens}"
+    for unpacked in ("once", "by_layer")
+    for tokens in ("open", "closed")
 ]
 ALL_COMPILED = [
     *(f"adapt/{name}/compiled" for name in DENSE),
@@ -79,6 +99,12 @@ ALL_COMPILED = [
     "adapt/mistral window/all/keeps products/compiled",
     "preserve/llama/own rows/own gains/low rank/all/kl/compiled",
 ]
+
+ENGINES = [
+    *(f"{zero}/adapt" for zero in ("zero1", "zero2", "zero3 tight")),
+    *("zero2/preserve", "zero3 tight/lora", "zero1/fft/muon"),
+]
+"""ZeRO's stage, the method, and perhaps an optimizer."""
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +164,29 @@ def test_neither_does_that_of_any_family_and_method(trace):
     assert with_faults(trace(*ALL)) == {}
 
 
+@pytest.mark.full
+def test_neither_does_that_of_a_hosted_base(trace):
+    """But for masks of all pairs of tokens, which transformers makes."""
+    assert with_faults(trace(*HOSTED)) == {}
+
+
+@pytest.mark.full
+def test_rows_of_documents_are_split_on_the_host_for_bases_that_would_mix_them(trace):
+    for faults in trace(*(f"adapt/hosted {name}" for name in ONE_DOCUMENT)).values():
+        waits = [fault for fault in faults if fault.startswith("the host waits")]
+        assert waits == [fault for fault in waits if "documents.starts.tolist()" in fault] != []
+
+
+@pytest.mark.full
+def test_a_full_difference_asks_on_the_host_what_its_gate_opens(trace):
+    """So a graph cannot capture it; nothing else waits, and no devices are mixed."""
+    for case, faults in trace(*DIFFERENCES).items():
+        assert faults, case
+        for fault in faults:
+            assert fault.startswith("the host waits for a value: pipeline/hf/remote_code/"), case
+            assert ".any()" in fault or ".all()" in fault, case
+
+
 def test_a_compiled_layer_is_one_graph_and_a_planted_break_is_seen(trace):
     planted = "adapt/llama/compiled/planted_break"
     found = trace(*COMPILED, planted)
@@ -149,9 +198,9 @@ def test_a_compiled_layer_is_one_graph_and_a_planted_break_is_seen(trace):
 @pytest.mark.full
 def test_deepspeeds_engine_waits_at_the_end_of_a_step_alone(trace):
     """There it asks whether the gradient norm is finite, to clip by it or to leave the step out."""
-    found = trace("zero1", "zero2", "zero3 tight", module="engine")
-    for zero, (wait,) in found.items():
-        assert wait.startswith("the host waits for a value: pipeline/training/engine.py"), zero
+    found = trace(*ENGINES, module="engine")
+    for case, (wait,) in found.items():
+        assert wait.startswith("the host waits for a value: pipeline/training/engine.py"), case
         assert wait.endswith("self._engine.step()"), wait
 
 

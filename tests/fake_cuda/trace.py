@@ -7,6 +7,11 @@ each: its faults, and how many operations on the device it saw. A fault is a ten
 an operation on the device, a copy between the two, a value that the host waits for, or a tensor of
 all pairs of tokens. With the option `compiled` each layer is traced by torch.compile, forward and
 backward, up to what a compiler for GPUs would get: a break of its graph is a fault, too.
+
+An export of a full difference (`difference/once/open`, or `closed`) asks on the host what its gate
+opens, and some bases that transformers computes (`hosted mamba`) wait too: there the host gets a
+value for each wait and goes on. Masks of all pairs of tokens are no fault of hosted bases:
+transformers makes them.
 """
 
 from __future__ import annotations
@@ -33,25 +38,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 
+from pipeline.config.base import BaseCode, GradientPrecision
+from pipeline.config.method import Lora
 from pipeline.config.schedule import Schedule
 from pipeline.gating.gate import FittedGate
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hosted.bases import read_spec
 from pipeline.methods import method_for, quantize_base
 from pipeline.model import attention
 from pipeline.model.attention import Documents
-from pipeline.model.causal_decoder import ActivationCheckpointing
-from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import read_spec
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel import experts, quantized
-from pipeline.parallel.quantized import Fp8Recipe, GradientPrecision, QuantizedPrecision
+from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
+from tests.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.widened import METHODS, SEED, Watched, scale_settings
 
@@ -67,9 +76,13 @@ OWN_WEIGHTS: dict[str, dict[str, Any]] = {
     "low rank": {"low_rank": 2},
 }
 """By option, settings of what open tokens have of their own."""
-
+HOSTED = "hosted "
+"""How the name of a base begins that transformers computes; after it one of `hosted_config`."""
 
 _SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
+"""Functions of ours that make tensors of all pairs of tokens here alone. What is compiled on a GPU
+evaluates masks and scores block by block; and which kernel torch takes for rows of one document
+depends on the kernels that it was built with. `make gpu` sees both."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +99,38 @@ class Case:
         method, base, *options = name.split("/")
         return cls(name, method, base, frozenset(options))
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether transformers computes the base."""
+        return self.base.startswith(HOSTED)
+
+    @property
+    def answer(self) -> int | None:
+        """What the host gets where it waits for a value; None: the case ends there."""
+        if self.is_hosted or "closed" in self.options:
+            return 0
+        if "open" in self.options:
+            return 1
+        return None
+
 
 def spec_of(case: Case) -> DecoderSpec:
     """The base of a case, by a config.json, as a run reads it."""
-    config = copy.deepcopy(CONFIGS[case.base])
+    code: BaseCode = "native"
+    if case.is_hosted:
+        code = "transformers"
+        config = hosted_config(case.base.removeprefix(HOSTED))
+    else:
+        config = copy.deepcopy(CONFIGS[case.base])
     if "aligned" in case.options:
         config.moe_intermediate_size = 32  # grouped products want multiples of 16 bytes
     with tempfile.TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
-        spec = read_spec(Path(folder))
+        spec = read_spec(Path(folder), code)
     return replace(spec, new_tokens=NEW_TOKENS) if "new_tokens" in case.options else spec
 
 
-def build(case: Case, spec: DecoderSpec) -> Decoder:
+def build(case: Case, spec: DecoderSpec) -> CausalDecoder:
     """The model as the engine builds it, in bf16, or in fp32 for which other kernels run."""
     recomputed = next(
         (kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none"
@@ -109,7 +141,9 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
         if option in case.options:
             own |= settings
     method = METHODS[case.method]
-    if own:
+    if own and case.method == "lora":
+        method = Lora(name="lora", rank=2, alpha=4, **own)
+    elif own:
         first_layer = {"own_first_layer": 1} if case.method == "preserve" else {}
         method = scale_settings(case.method, **own, **first_layer)
     own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
@@ -141,13 +175,15 @@ def recipe_of(case: Case) -> Fp8Recipe:
     return recipe
 
 
-def step(model: Decoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
+def step(model: CausalDecoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
     """A micro-batch forward and backward, the optimizer, and a validation batch."""
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long, device=DEVICE)
     positions = torch.zeros_like(tokens)
     starts = torch.zeros(2 * ROWS + 1, dtype=torch.int32, device=DEVICE)
-    # Two documents a row. Batches are packed on the host, where these numbers are known.
-    documents = Documents(torch.zeros_like(tokens), starts, (2,) * ROWS)
+    documents: Documents | None = None
+    if "whole rows" not in case.options:
+        # Two documents a row. Batches are packed on the host, where these numbers are known.
+        documents = Documents(torch.zeros_like(tokens), starts, (2,) * ROWS)
     rehearsed = 1 if "kl" in case.options else 0
     losses = model(tokens, tokens, positions, documents, rehearsed, rehearsed)
     losses.total.backward()
@@ -161,7 +197,7 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
         model.gate = None
 
 
-def gate_of(model: Decoder) -> FittedGate:
+def gate_of(model: CausalDecoder) -> FittedGate:
     """A gate before the first layer with W12."""
     vector = torch.ones(2 * model.spec.widths.hidden_size, device=DEVICE)
     return FittedGate(1, "token+running_mean", 0 * vector, vector, vector, 0.0, 0.0)
@@ -174,6 +210,9 @@ def _export_config(case: Case) -> ScaleConfig:
         options["routed"] = True
     if "gate" in case.options:
         options["gate_layer"] = 1
+    if "own weights" in case.options:
+        own = {"own_rows": 9, "own_gains": True, "own_rank": 2}
+        options |= {"own_first_layer": 1, **own}
     return ScaleConfig(l_fp=1, **options)
 
 
@@ -198,6 +237,22 @@ def export_step(case: Case) -> Callable[[], object]:
     return decode
 
 
+def difference_step(case: Case) -> Callable[[], object]:
+    """A token after a text, by an exported full difference: BASE says when it is unpacked."""
+    config = DifferenceConfig(text_config=CONFIGS["llama"], own_rows=4, unpacked=case.base)
+    with DEVICE:
+        model = DifferenceForCausalLM(config).eval()
+        tokens = torch.zeros(1, 24, dtype=torch.long)
+        token = tokens[:, :1]
+
+    @torch.no_grad()
+    def decode() -> None:
+        cache = model(tokens, use_cache=True).past_key_values
+        model(token, past_key_values=cache)
+
+    return decode
+
+
 def vllm_step(case: Case) -> Callable[[], object]:
     """The logits of new tokens by the class for vLLM, which captures it in CUDA graphs; its
     attention is a stand-in."""
@@ -215,6 +270,7 @@ def vllm_step(case: Case) -> Callable[[], object]:
 
 
 SERVED: dict[str, Callable[[Case], Callable[[], object]]] = {
+    "difference": difference_step,
     "export": export_step,
     "vllm": vllm_step,
 }
@@ -243,7 +299,7 @@ def training_step(case: Case, spec: DecoderSpec) -> Callable[..., object]:
     return run
 
 
-def plant(model: Decoder, case: Case) -> None:
+def plant(model: Any, case: Case) -> None:
     """Plants a fault for the second step, where a case asks for one: the trace must see it."""
     if "planted_host_tensor" in case.options:
         held = model.rotary._held
@@ -265,7 +321,9 @@ def muon_step() -> Callable[[], object]:
 class Faults:
     """Collects faults, each with the line of the project that made it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, masks_of_pairs: bool = False) -> None:
+        """With `masks_of_pairs` tensors of all pairs of tokens are no fault."""
+        self.masks_of_pairs = masks_of_pairs
         self.operations = 0
         self.found: list[str] = []
 
@@ -276,8 +334,12 @@ class Faults:
         is not where we are."""
         if any(tensor.device.type == "cuda" for tensor in (*taken, *made)):
             self.operations += 1
-        # A number on the host is part of a kernel's arguments.
-        on_host = [tensor for tensor in taken if tensor.device.type == "cpu" and tensor.dim() > 0]
+        # A number on the host is part of a kernel's arguments, and of an empty tensor there is
+        # nothing to copy: transformers' caches begin with one.
+        on_host = []
+        for tensor in taken:
+            if tensor.device.type == "cpu" and tensor.dim() > 0 and tensor.numel() > 0:
+                on_host.append(tensor)
         on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
         if on_host and on_device:
             self.add(f"{operation} takes a tensor of the host", where=where)
@@ -285,7 +347,8 @@ class Faults:
             t.device.type == "cuda" for t in taken
         ):
             self.add(f"{operation} copies to the host", where=where)
-        if any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made):
+        has_pairs = any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made)
+        if has_pairs and not self.masks_of_pairs:
             self.add(f"{operation} makes a tensor of all pairs of tokens", where=where)
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -319,10 +382,8 @@ class Faults:
             return
         stack = traceback.extract_stack() if frames is None else frames
         ours = [frame for frame in stack if _is_ours(frame.filename)]
-        # What is compiled on a GPU evaluates masks and scores block by block; and which kernel
-        # torch takes for rows of one document depends on the kernels that it was built with. `make
-        # gpu` sees both.
-        if what.endswith("pairs of tokens") and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
+        makes_pairs = what.endswith("pairs of tokens")
+        if makes_pairs and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
             return
         where = "no line of the project"
         if ours:
@@ -355,7 +416,9 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
         patch.setattr(attention, "_compiled", lambda function: function)
         patch.setattr(experts, "has_grouped_product", lambda device, dtype: True)
         patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
-        if case.method in SERVED:
+        # transformers asks before it takes the grouped product of a mixture.
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        if case.method in SERVED and case.answer is None:
             # A graph is captured of a compiled model, which decides nothing on the host.
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         yield
@@ -366,7 +429,7 @@ def traced(case: Case) -> Faults:
     spec = None
     if case.method not in (*SERVED, "muon"):
         spec = spec_of(case)
-    faults = Faults()
+    faults = Faults(masks_of_pairs=case.is_hosted)
     with FakeTensorMode(), as_on_a_gpu(case):
         try:
             if spec is not None:
@@ -380,8 +443,13 @@ def traced(case: Case) -> Faults:
                 torch._dynamo.reset()
                 run(faults.compile)
                 return faults
-            run()
-            with WatchedKernels(faults.look):
+            if case.answer is None:
+                run()
+            else:
+                with WatchedKernels(faults, case.answer):
+                    run()
+                faults.found.clear()
+            with WatchedKernels(faults, case.answer):
                 run()
         except Exception as error:  # noqa: BLE001  # each is a fault of the case
             # What torch.compile cannot trace is named in its message.
@@ -394,9 +462,27 @@ def traced(case: Case) -> Faults:
 
 
 class WatchedKernels(Watched):
-    """Also lets FlexAttention through, whose parts are not operations of their own."""
+    """Also lets FlexAttention through, whose parts are not operations of their own.
+
+    With an `answer` a wait of the host is a fault, and the host gets the answer and goes on.
+    """
 
     supports_higher_order_operators = True
+
+    def __init__(self, faults: Faults, answer: int | None = None) -> None:
+        super().__init__(faults.look)
+        self.faults = faults
+        self.answer = answer
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        is_wait = operation is torch.ops.aten._local_scalar_dense.default
+        if is_wait and self.answer is not None:
+            if args[0].is_cuda:
+                self.faults.add("the host waits for a value")
+            return float(self.answer) if args[0].is_floating_point() else self.answer
+        return super().__torch_dispatch__(operation, types, args, kwargs)
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def always_whole():
-    return patch.object(ScaleForCausalLM, "_waits_for_open", lambda *_: False)
+    return patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False)
 
 
 @contextmanager
@@ -142,7 +142,10 @@ def test_tokens_are_guessed_ahead_while_the_gate_opens(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "bias"), [*((name, -30.0) for name in MODELS), ("adapt", 30.0)])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [*((name, -30.0) for name in MODELS), ("adapt", 30.0), ("lora", 30.0)],
+)
 def test_a_shut_text_computes_no_expansion_and_an_open_one_computes_it_once(name, bias):
     model, (tokens, mask) = gated(name, bias), prompts()
     once = [tuple(tokens.shape), *[(len(tokens), 1)] * (NEW_TOKENS - 1)]
@@ -175,6 +178,26 @@ def test_only_texts_whose_gate_opens_are_computed_again_and_the_others_stay_the_
     with always_whole():
         expected = model(opening, attention_mask=mask).logits[:, -1:]
     assert_near(found, expected, PARITY)
+
+
+@torch.no_grad()
+def test_texts_with_ids_that_are_open_are_computed_once():
+    """A prompt that opens by its ids does not run with the base alone first."""
+    model, (tokens, mask) = gated("open ids", -30.0), prompts()
+    tokens[:, -1] = 5
+    with expanded_tokens(model) as computed:
+        found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+    assert computed == [tuple(tokens.shape), *[(len(tokens), 1)] * (NEW_TOKENS - 1)]
+    with always_whole():
+        whole = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+    assert torch.equal(found, whole)
+
+    # One text of the batch has such an id as padding alone: it stays the base's.
+    tokens[0, -1] = 6
+    tokens[0, 0] = 5
+    with expanded_tokens(model) as computed:
+        model(tokens, attention_mask=mask)
+    assert computed == [(3, 9)]
 
 
 def test_with_gradients_or_hidden_states_everything_is_computed():

@@ -61,7 +61,7 @@ def test_it_is_trained_gated_exported_and_evaluated(run):
 
     done = scale_cpt("convert", run, "--bits", "8", "--min-count", "5")
     assert done.returncode == 0, done.stderr
-    assert "closed text is the base's to the bit" in done.stderr
+    assert "closed tokens have the base's logits to the bit" in done.stderr
     folder = config.folder / "hf"
     conversion = json.loads((folder / "conversion.json").read_text())
     assert conversion["written_format"] == "difference"

@@ -146,7 +146,9 @@ def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, see
 
 def test_documents_that_the_base_wrote_in_the_new_kind_are_left_out():
     own = as_windows(
-        [sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)], is_new=False, is_own=True
+        [sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)],
+        is_new=False,
+        is_self_generated=True,
     )
     given = as_windows([sample(LENGTH + 1, [6], first=300)], is_new=False)
     windows = joined([own, given])

@@ -138,13 +138,13 @@ def test_a_threshold_changed_by_hand_is_refused_by_every_reader_and_fitted_again
     shutil.rmtree(latest_conversion(load_config(path)).output)  # as other tests expect the run
 
 
-def with_new_text_among_the_old(windows, *, is_own: bool, share: int = 5):
+def with_new_text_among_the_old(windows, *, is_self_generated: bool, share: int = 5):
     """A fifth of the new windows count as old ones, which the base wrote or did not."""
     new = windows.is_new[:, 0]
     taken = new.nonzero().flatten()[: int(new.sum()) // share]
     is_new = windows.is_new.clone()
     is_new[taken] = False
-    return replace(windows, is_new=is_new, is_own=~is_new & is_own)
+    return replace(windows, is_new=is_new, is_self_generated=~is_new & is_self_generated)
 
 
 def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(runs):
@@ -153,22 +153,23 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     text = read_fitting_text(config, config.gate, load_tokenizer(config.base).fingerprint)
     stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
 
-    def fitted_on(*, is_own: bool):
+    def fitted_on(*, is_self_generated: bool):
         parts = (
-            with_new_text_among_the_old(part, is_own=is_own) for part in (text.fit, text.unused)
+            with_new_text_among_the_old(part, is_self_generated=is_self_generated)
+            for part in (text.fit, text.unused)
         )
         return fit_on(stream, FittingText(*parts), config.gate)
 
-    own, given = fitted_on(is_own=True), fitted_on(is_own=False)
+    own, given = fitted_on(is_self_generated=True), fitted_on(is_self_generated=False)
     assert 0.1 < own.left_out < 0.25 and given.left_out == 0
     assert (own.new > own.gate.threshold).double().mean() > 0.9
     assert (own.negatives > own.gate.threshold).double().mean() <= GATE["max_open_fraction"]
     assert (given.new > given.gate.threshold).double().mean() < 0.5
     new = text.unused.rows(text.unused.is_new[:, 0])
-    alike = with_new_text_among_the_old(new, is_own=True, share=2)
+    alike = with_new_text_among_the_old(new, is_self_generated=True, share=2)
     with pytest.raises(
         DataError,
-        match=r"of what the base wrote itself looks like the new text, expected at most 50%",
+        match=r"of the self-generated text looks like the new text, expected at most 50%",
     ):
         fit_on(stream, FittingText(text.fit, alike), config.gate)
 

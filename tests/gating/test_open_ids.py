@@ -39,14 +39,14 @@ def test_little_old_text_and_much_new_text_open_no_id_by_chance():
 def test_own_ids_are_those_of_self_generated_text_that_does_not_look_new():
     """Replay is left out: all of its corpora is counted as old text anyway."""
     # Self-generated text with padding, replay, and new text.
-    is_own = torch.tensor([[True, True, True], [False] * 3, [False] * 3])
+    is_self_generated = torch.tensor([[True, True, True], [False] * 3, [False] * 3])
     is_new = torch.tensor([[False] * 3, [False] * 3, [True] * 3])
     present = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     tokens = torch.arange(9).view(3, 3)
-    windows = Windows(tokens, tokens, tokens, tokens, is_new, is_own, present)
+    windows = Windows(tokens, tokens, tokens, tokens, is_new, is_self_generated, present)
     looks_new = torch.tensor([[True, False, False], [False] * 3, [False] * 3])
-    assert windows.own_ids(looks_new).tolist() == [1]
-    assert windows.own_ids(torch.zeros_like(looks_new)).tolist() == [0, 1]
+    assert windows.self_generated_ids(looks_new).tolist() == [1]
+    assert windows.self_generated_ids(torch.zeros_like(looks_new)).tolist() == [0, 1]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
+from pipeline.combination.combine import combine
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.verify import probe_maker
@@ -84,10 +85,21 @@ def test_it_is_trained_gated_exported_and_evaluated(run, method):
     assert record.open_ids_of_old < 1e-3 and not is_open_id[:3].any()
     table = stored["output.row_of_token"]
     assert torch.equal((table < len(own_tokens)).nonzero().flatten(), torch.tensor(own_tokens))
+    card = (conversion.output / "README.md").read_text()
+    assert f"| rows of embedding and output | {len(own_tokens) + 1:,} |" in card
+    assert "| own_gains | True |" in card
     shut = torch.tensor([[1, 403, 407, 261, 378]])
     with torch.no_grad():
         found = load_hf_model(conversion.output)(shut).logits
         assert (found - reference(STORIES)(shut).logits).abs().max() < 1e-4
+
+    combine(config.folder / "combined", {"korean": config.folder})  # compares it with the export
+    combined = load_hf_model(config.folder / "combined")
+    of_base = reference(STORIES)
+    open_text = torch.tensor([[1, *is_open_id.nonzero().flatten()[:9].tolist()]])
+    with torch.no_grad():
+        assert (combined(shut).logits - of_base(shut).logits).abs().max() < 1e-4
+        assert (combined(open_text).logits - of_base(open_text).logits).abs().max() > 0.1
 
     done = scale_cpt("evaluate", run)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.widened_linear import WidenedLinear
 from tests.bases import STORIES
+from tests.programs import scale_cpt
 from tests.training.runs import write_config
 from tests.widened import scale_settings
 
@@ -99,6 +103,68 @@ def test_experts_have_no_low_rank_differences_and_all_other_maps_have(base, name
     assert not without
     names = [path for path, module in model.named_modules() if isinstance(module, LowRankAdapter)]
     assert names and not any(".experts." in path for path in names)
+
+
+OWN_ROWS: dict[str, Any] = {"method__own_rows": {"min_count": 5}}
+FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    ("rows", OWN_ROWS, "method.own_rows, own_gains, low_rank: .* add a section gate"),
+    ("gains", {"method__own_gains": True}, "method.own_rows, .* add a section gate"),
+    ("low rank", {"method__low_rank": 2}, "method.own_rows, .* add a section gate"),
+    (
+        "freeze",
+        {"method": {"name": "freeze", "frozen_layers": 1, "own_gains": True}, "gate": {}},
+        "method.own_gains: unknown key",
+    ),
+    (
+        "every count",
+        {"method__own_rows": {"min_count": 10**9}, "gate": {}},
+        r"method.own_rows.min_count: expected at most \d+, .*found 1000000000",
+    ),
+    (
+        "rank",
+        {"method__low_rank": 33, "gate": {}},
+        r"method.low_rank: expected at most 32, .*map layers.3.attention.key, found 33",
+    ),
+    (
+        "rank of lora",
+        {
+            "method": {"name": "lora", "rank": 33, "own_rows": {"min_count": 5}},
+            "gate": {},
+        },
+        "method.rank: expected at most 32, .*, found 33",
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "changes", "fault"), FAULTS)
+def test_a_fault_ends_the_command_in_one_line(name, changes, fault, tokens, tmp_path):
+    done = scale_cpt("upscale", write_config(tmp_path, tokens, **changes))
+    assert done.returncode in (1, 2)  # 2: the configuration is at fault
+    lines = done.stderr.splitlines()
+    assert re.search(fault, lines[-1]), lines
+    assert not any(line.startswith("Traceback") for line in lines)
+    assert not (tmp_path / "expansion").exists()
+
+
+@pytest.mark.full
+def test_counts_of_another_tokenizer_end_the_command_in_one_line(tokens, tmp_path):
+    other = shutil.copytree(STORIES, tmp_path / "base")
+    described = json.loads((other / "tokenizer.json").read_text())
+    described["model"]["merges"].pop()
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    run = write_config(tmp_path / "run", tokens, **OWN_ROWS, gate={}, base=str(other))
+    done = scale_cpt("upscale", run)
+    assert done.returncode in (1, 2)  # 2: the configuration is at fault
+    lines = done.stderr.splitlines()
+    assert "tokenizer" in lines[-1] and "tokenize" in lines[-1], lines
+
+
+@pytest.mark.full
+def test_the_dry_run_finds_a_rank_above_the_maps(tokens, tmp_path):
+    run = write_config(tmp_path, tokens, method__low_rank=33, gate={})
+    done = scale_cpt("train", run, "--dry-run")
+    assert done.returncode in (1, 2) and "method.low_rank: expected at most 32" in done.stdout
 
 
 def test_a_first_layer_beyond_the_last_is_refused(tmp_path):

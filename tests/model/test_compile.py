@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.parallel.quantized import Fp8Scaling, Quantization, frozen_product
+from pipeline.config.base import Fp8Scaling
+from pipeline.parallel.quantized import Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_tensor_parallel import OWN, Case

@@ -80,7 +80,9 @@ def test_a_trace_has_the_configured_steps_and_changes_no_figure(tokens, tmp_path
     ]
     first, second = run_ranks(in_turn, 2, jobs)
     assert (first[:3], second) == ([75, 0, 0], [75, 0, 0, "exit 2"])
-    assert first[3].startswith("ConfigError: profile.ranks: rank 2 of 2 ranks")
+    assert first[3].startswith(
+        "ConfigError: profile.ranks: found rank 2, expected ranks from 0 to 1"
+    )
     assert len(list((stopped.parent / PROFILE).iterdir())) == 1, "a stopped run writes its trace"
     assert metrics(config.parent) == metrics(plain.parent)
     assert not (plain.parent / PROFILE).exists()

@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
+from pipeline.parallel import quantized
 from pipeline.parallel.quantized import (
     BLOCK,
     DEFAULT_RECIPE,
     FP8,
     Fp8Recipe,
-    Fp8Scaling,
-    GradientPrecision,
     Quantization,
+    computes_in_fp8,
     fill_quantized,
     frozen_product,
     quantization_of,
@@ -263,15 +264,18 @@ def test_the_gradient_of_a_product_in_fp8(scaling, gradient):
 GRADIENT_TYPES = {"e4m3": "e4m3fn", "e5m2": "e5m2"}
 
 
+def devices(rows, columns, recipe=DEFAULT_RECIPE, tp_size=1):
+    """The devices that multiply in fp8 by a matrix whose rows are split over `tp_size` ranks."""
+    with torch.device("meta"):
+        tp = TensorParallel(0, tp_size)
+        matrix = sharded_parameter((rows, columns), Partition(0, units=tp_size), tp)
+    form = stored_parameter(matrix.requires_grad_(False), "fp8", "w", tp_size, recipe)
+    return quantization_of(form).fp8_devices
+
+
 def test_which_products_are_in_fp8():
     """Those of matrices whose sides are multiples of 16, and not small; in bf16 alone."""
     small = Fp8Recipe(skip_small=False)
-
-    def devices(rows, columns, recipe=DEFAULT_RECIPE):
-        with torch.device("meta"):
-            matrix = sharded_parameter((rows, columns), Partition(0), TensorParallel())
-        form = stored_parameter(matrix.requires_grad_(False), "fp8", "w", 1, recipe)
-        return quantization_of(form).fp8_devices
 
     assert "cpu" in devices(4096, 4096)
     assert "cpu" in devices(1024, 14336)
@@ -281,6 +285,50 @@ def test_which_products_are_in_fp8():
     x = some_activations().float()
     decoded = quantization.decode(memory, torch.float32)
     assert torch.equal(frozen_product(x, memory, quantization), F.linear(x, decoded))
+
+
+def test_a_matrix_is_small_or_not_at_every_tensor_parallel_size():
+    """So that a run computes the same function of its base in every layout."""
+    for tp_size in (1, 8):
+        assert "cpu" in devices(4096, 4096, tp_size=tp_size)
+        assert devices(1024, 4096, tp_size=tp_size) == ()
+    # The kernel takes no shard whose sides are no multiples of 16: it is decoded.
+    assert "cpu" in devices(4096 + 64, 4096)
+    assert devices(4096 + 64, 4096, tp_size=8) == ()
+
+
+@pytest.fixture
+def probed_anew():
+    """`computes_in_fp8` forgets what it found, before a test and after it."""
+    computes_in_fp8.cache_clear()
+    yield
+    computes_in_fp8.cache_clear()
+
+
+@pytest.mark.parametrize("lacking", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_device_without_a_product_of_either_direction_decodes(lacking, probed_anew, monkeypatch):
+    """Gradients in e5m2 are another kernel than activations in e4m3."""
+    assert computes_in_fp8("cpu")
+    computes_in_fp8.cache_clear()
+    product = torch._scaled_mm
+
+    def without(x, *args, **kwargs):
+        if x.dtype == getattr(torch, lacking):
+            raise RuntimeError("Multiplication of two Float8 matrices is not supported")
+        return product(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", without)
+    assert not computes_in_fp8("cpu")
+
+
+def test_the_meta_device_stands_for_this_machines_gpu(monkeypatch):
+    """Estimates are for the GPU at hand; without one, for a Hopper."""
+    assert devices(4096, 4096) == ("cpu", "meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((8, 0), ("cpu",)), ((9, 0), ("cpu", "meta", "cuda"))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        monkeypatch.setattr(quantized, "computes_in_fp8", lambda device: True)
+        assert devices(4096, 4096) == expected
 
 
 def test_what_cannot_be_stored_is_refused():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from pipeline.hf.load import load_hf_model
 from pipeline.parallel.sharding import default_dtype
 from pipeline.scale_math import NEVER
+from tests.bases import reference
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.conversion.test_combined import BASE_TOKENS, export
@@ -89,11 +90,48 @@ def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     assert "frequencies" in vllm_model.unsupported_reason(config, 1, False)
     config.rotary, config.mixture = [], {"experts": 4}
     assert "mixture of experts" in vllm_model.unsupported_reason(config, 1, False)
-    config.mixture, config.own_first_layer = None, 1
-    assert "open tokens' own weights" in vllm_model.unsupported_reason(config, 1, False)
-    config.own_first_layer, config.gate_layer, config.l_fp = None, 2, 1
+    config.mixture, config.gate_layer, config.l_fp = None, 2, 1
     config.gate_features = "token"
     assert "run twice" in vllm_model.unsupported_reason(config, 1, False)
+
+
+# On one path; LoRA, whose layers below the gate run on two paths of as many heads each.
+OWN = [("llama", "own adapt"), ("neox", "own preserve"), ("neox", "own lora")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "method"), OWN)
+def test_weights_of_open_tokens_own_give_the_logits_of_the_export(
+    name, method, vllm_model, exports
+):
+    folder, decoder = exports(name, method, features="token")
+    loaded = load_hf_model(folder)
+    served = built(vllm_model, folder, loaded)
+    tokens = some_tokens(loaded.config, 20)
+    opens = decoder.gate.is_open(decoder.base_stream(tokens[None], layer=decoder.gate.layer))
+    assert opens.any() and not opens.all()
+    found = served.compute_logits(served(tokens, torch.arange(20)))
+    assert_near(found, loaded(tokens.unsqueeze(0)).logits[0], PARITY)
+    twice = [layer.attention.served.heads for layer in served.model.layers]
+    assert (len(set(twice)) == 2) == (method == "own lora")
+    with pytest.raises(ValueError, match=r"prompt embeddings: .*; give token ids"):
+        served(None, torch.arange(20), inputs_embeds=served.embed_input_ids(tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "method"), OWN)
+def test_a_shut_text_has_the_bases_logits(name, method, vllm_model, exports, base):
+    folder, _ = exports(name, method, features="token", opens="never")
+    loaded = load_hf_model(folder)
+    served = built(vllm_model, folder, loaded)
+    tokens = some_tokens(loaded.config, 20)
+    found = served.compute_logits(served(tokens, torch.arange(20)))
+    for key, parameter in served.model.named_parameters():
+        if any(part in key for part in (".own.", ".adapter.", "own_rows", "own_input.rows")):
+            parameter.zero_()
+    assert torch.equal(served.compute_logits(served(tokens, torch.arange(20))), found)
+    expected = reference(base(name).path)(tokens.unsqueeze(0)).logits[0]
+    assert_near(found, expected, PARITY)
 
 
 @torch.no_grad()

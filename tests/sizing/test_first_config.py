@@ -21,7 +21,7 @@ from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config.method import scale_method, with_own_weights
+from pipeline.sizing.first_config.method import method_under_gate, scale_method
 from pipeline.sizing.first_config.propose import propose
 from pipeline.sizing.first_config.texts import measure
 from pipeline.sizing.first_config.wanted import FirstRun
@@ -59,26 +59,13 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert make_plan(config, cluster).faults == []
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
-    added = config.method.expansion
-    assert (
-        added.hidden_size,
-        added.intermediate_size,
-        added.num_attention_heads,
-        config.method.l_fp,
-    ) == (16, 24, 2, 0)
-    spec = open_base(STORIES).spec
-    own, whole = (
-        plan_expansion(config.method, spec.widths, spec.num_layers).expansion,
-        asdict(spec.widths),
-    )
-    assert asdict(merged_widths(own, spec)) == {
-        name: whole[name] + added for name, added in asdict(own).items()
-    }
+    assert (config.method.name, config.method.rank) == ("lora", 8)
+    assert config.method.own_rows is not None and config.method.own_gains
     assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
     assert config.gate is not None and data.fractions == {"replay": 0, "self_generated": 0}
-    assert 1e-3 < schedule.learning_rate < 1e-2
-    assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
-    assert "weights of their own (own_rows, own_gains, low_rank)" in text
+    assert schedule.optimizer == "muon" and "times 2 for Muon" in text
+    assert schedule.learning_rate == pytest.approx(2 * 1e-3 * (2048 / 64) ** 0.5, rel=0.05)
+    assert "weights of their own beside it (own_rows, own_gains)" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
@@ -127,22 +114,15 @@ def test_widths_grow_as_the_papers():
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3}
 
 
-def test_under_a_gate_open_tokens_have_weights_of_their_own_as_far_as_the_base_takes_them():
+def test_under_a_gate_a_dense_base_gets_low_rank_differences_and_a_mixture_an_expansion():
     bases = ROOT / "configs" / "bases"
     llama = read_spec(bases / "llama-3.2-1b.json")
-    own = {"collaborative_modules": "both", "norm": "base", "own_gains": True}
-    method = with_own_weights(scale_method(llama), llama, with_rows=True)
-    assert method.pop("expansion") and method == {
-        "name": "scale",
-        "variant": "adapt",
-        "l_fp": 0,
-        "own_rows": {"min_count": 20},
-        "low_rank": 8,
-        **own,
-    }
+    own = {"own_rows": {"min_count": 20}, "own_gains": True}
+    assert method_under_gate(llama, with_rows=True) == {"name": "lora", "rank": 256, **own}
     mixture = read_spec(bases / "qwen3-moe-96m.json")
-    method = with_own_weights(scale_method(mixture), mixture, with_rows=False)
+    method = method_under_gate(mixture, with_rows=False)
     assert "low_rank" not in method and "own_rows" not in method and method["own_gains"]
+    assert (method["variant"], method["l_fp"], method["norm"]) == ("adapt", 0, "base")
 
 
 def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):
@@ -158,12 +138,21 @@ def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):
     monkeypatch.setattr("pipeline.sizing.first_config.fitting.fit_to_cluster", fitted)
     config, text = propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, on_cpu=True))
     assert tried == [True, False] and config.method.own_rows is None
-    assert "weights of their own (own_gains, low_rank)" in text
+    assert "weights of their own beside it (own_gains)" in text
 
 
 def test_without_a_gate_self_generated_text_is_learned_and_the_model_may_leave_as_an_ordinary_one():
-    config, _ = propose(FirstRun("plain", STORIES, NEW, OLD, gated=False), Cluster(1, on_cpu=True))
+    run = FirstRun("plain", STORIES, NEW, OLD, gated=False)
+    config, text = propose(run, Cluster(1, on_cpu=True))
+    assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
+    spec = open_base(STORIES).spec
+    added = plan_expansion(config.method, spec.widths, spec.num_layers).expansion
+    whole = asdict(spec.widths)
+    assert asdict(merged_widths(added, spec)) == {
+        name: whole[name] + width for name, width in asdict(added).items()
+    }
     assert config.gate is None and config.data.fractions["self_generated"] > 0
+    assert config.schedule.optimizer == "adamw"
     assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("merged")
 
 

@@ -49,10 +49,14 @@ def test_routers_and_rows_are_no_matrices_of_muon():
         "embedding.base.weight": (32, 16),
         "output.base": (32, 16),
         "embedding.new_rows.weight": (4, 16),
+        "own_input.rows.weight": (4, 16),
+        "output.own_rows": (4, 16),
+        "layers.0.ffn_norm.own.weight": (16,),
         "layers.0.attention.query.base.bias": (16,),
     }
     assert not any(is_layer_matrix(name, torch.empty(shape)) for name, shape in weights.items())
     assert is_layer_matrix("layers.0.ffn.base.experts.up.weight", torch.empty(8, 16, 16))
+    assert is_layer_matrix("layers.0.ffn.up.adapter.a", torch.empty(2, 16))
 
 
 @pytest.mark.parametrize(

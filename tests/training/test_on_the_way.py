@@ -230,7 +230,7 @@ def test_without_a_cool_down_it_ends_at_once(tmp_path):
                 "validation__stop_after": 2,
                 "stages": [{"name": "one", "steps": 2}, {"name": "two", "steps": 4}],
             },
-            "validation.stop_after: not with `stages`",
+            "validation.stop_after: not possible with `stages`",
         ),
         (
             {

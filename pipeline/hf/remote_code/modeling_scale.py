@@ -165,6 +165,15 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.output = ScaleOutput(config)
         self.own_input = ScaleOwnInput(config) if config.own_rows else None
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
+        # Read once: an attribute of the library's configurations takes as long as a small kernel.
+        self.stream_sizes = [config.hidden_size, config.expansion_hidden_size]
+        self.gate_layer = config.gate_layer
+        self.own_first_layer = config.own_first_layer if config.own_rows else None
+        self.first_routed = config.l_fp if config.routed else None
+        self.first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
+        # Without an x_up, and with a gate below all that open tokens have of their own, the base
+        # alone is what the model computes of closed text anyway.
+        self.base_runs_alone = config.expansion_hidden_size > 0 or self.first_twice is not None
         self.post_init()
 
     @property
@@ -327,10 +336,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             # would wait for it.
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
-        inputs = PassInputs(tokens, attention_mask, position_ids, past_key_values, options)
+        may_wait = False
+        if tokens is not None and recorded is None:
+            may_wait = self._may_wait(attention_mask, past_key_values)
+        inputs = PassInputs(
+            tokens, attention_mask, position_ids, past_key_values, options, may_wait
+        )
 
-        may_wait = tokens is not None and recorded is None
-        if may_wait and self._waits_for_open(attention_mask, past_key_values):
+        if may_wait and self._waits_for_open(past_key_values):
             paths, opens = self._from_open_on(start, inputs)
         elif lacks_expansion(past_key_values):
             raise ValueError(
@@ -367,34 +380,28 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         Ends at the gate where the base ran alone and it opens for all.
         """
-        config = self.config
         masks = inputs.attention_mask
         if not isinstance(masks, dict):  # a server's batches have their own
             masks = create_masks_for_generate(
-                config, paths[0].x, masks, inputs.cache, inputs.positions
+                self.config, paths[0].x, masks, inputs.cache, inputs.positions
             )
         tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
         # One path that is all masked: the base alone.
         is_base_alone = paths[0].masked is True
-        first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
-        # Read once: an attribute of the library's configurations takes as long as a small kernel.
-        gate_layer = None if self.token_gate is None else config.gate_layer
-        own_first_layer = None if self.own_input is None else config.own_first_layer
-        first_routed = config.l_fp if config.routed else None
         opens = None
         for index, layer in enumerate(self.layers):
             if recorded is not None and index in recorded:
                 recorded[index] = paths[-1]
-            if index == gate_layer:
+            if index == self.gate_layer:
                 opens = self._opens(paths, inputs) if decided is None else decided
                 if is_base_alone and opens.any(1).all():
                     return paths, opens
                 paths = self._behind_gate(paths, opens, inputs.may_wait)
-            if index == first_twice and not is_base_alone:
+            if index == self.first_twice and not is_base_alone:
                 paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
-            if index == own_first_layer:
+            if index == self.own_first_layer:
                 paths[-1] = self._with_own_input(paths[-1], inputs.tokens)
-            if index == first_routed:
+            if index == self.first_routed:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             paths = self._layer_on_paths(layer, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
@@ -409,7 +416,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         base = paths[0]
         model = paths[-1]
         is_base_alone = model.masked is True
-        if self.config.routed or is_base_alone:
+        if self.first_routed is not None or is_base_alone:
             return paths
         masked: bool | Tensor = ~opens
         if may_wait:
@@ -472,24 +479,19 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             changed.append(StreamPath(x, x_up, path.masked))
         return changed
 
-    def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether sequences may do without the expansion until the gate opens: where their text can
-        be run again.
+    def _may_wait(self, attention_mask: Any, cache: Any) -> bool:
+        """Whether the host may read what the gate decides: in inference on one device, with a cache
+        that grows.
         """
-        config = self.config
-        if config.gate_layer is None or config.routed:
+        if self.gate_layer is None or self.first_routed is not None:
             return False
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        if config._attn_implementation == "flex_attention":
+        if self.config._attn_implementation == "flex_attention":
             return False
-        # What is computed again is written into what all layers have computed: on one device.
         ends = {self.embedding.base.weight.device, self.final_norm.base.weight.device}
         places = set(getattr(self, "hf_device_map", {}).values())
         if len(ends) > 1 or len(places) > 1:
-            return False
-        # A longer text may have other frequencies: what is cached of it would be of the others.
-        if any(spec["context"] is not None for spec in config.rotary):
             return False
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         if attention_mask is not None and not is_padding:
@@ -497,8 +499,20 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if cache is None:
             return True
         known = {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
-        if not {type(layer) for layer in cache.layers} <= known or cache.offloading:
+        is_known: bool = {type(layer) for layer in cache.layers} <= known and not cache.offloading
+        return is_known
+
+    def _waits_for_open(self, cache: Any) -> bool:
+        """Whether sequences do without the expansion until the gate opens: where that saves
+        anything, and their text can be run again.
+        """
+        if not self.base_runs_alone:
             return False
+        # A longer text may have other frequencies: what is cached of it would be of the others.
+        if any(spec["context"] is not None for spec in self.config.rotary):
+            return False
+        if cache is None:
+            return True
         # A text of which some was read before its tokens were kept cannot be run again.
         length = 0
         for layer in cache.layers:
@@ -514,13 +528,16 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         expansion.
 
         A sequence for which it opens is computed again from its start, all closed but the end. The
-        past of the others has zeros for the expansion: closed tokens do not read it.
+        past of the others has zeros for the expansion: closed tokens do not read it. Texts that are
+        known to open by their ids run with the expansion at once.
         """
-        positions = inputs.positions.expand_as(inputs.tokens)
-        inputs = inputs._replace(positions=positions, may_wait=True)
+        inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
         cache = inputs.cache
         text = TextCache() if cache is None else layer_of(TextCache, cache)
         before = text.opened(inputs.tokens)
+        if text.get_seq_length() == 0 and self._all_open_by_id(inputs):
+            text.has_expansion = True
+            before = torch.ones_like(before)
         if not text.has_expansion:
             start = StreamPath(start.x, None, masked=True)
         [path], opens = self._run([start], inputs)
@@ -528,7 +545,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         new_text = torch.stack([inputs.tokens, inputs.positions], dim=-1)
         whole, decided = text.update(new_text.unsqueeze(1), opens.unsqueeze(1))
-        rows = text.opened(inputs.tokens) & ~before
+        rows = opens.flatten(1).any(1) & ~before
         if not rows.any():
             return [path], opens
 
@@ -556,9 +573,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""
-        sizes = [self.config.hidden_size, self.config.expansion_hidden_size]
-        x, x_up = embedded.split(sizes, dim=-1)
-        if self.config.expansion_hidden_size == 0:
+        x, x_up = embedded.split(self.stream_sizes, dim=-1)
+        if x_up.shape[-1] == 0:
             return StreamPath(x, None)
         return StreamPath(x, x_up)
 
@@ -573,16 +589,35 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if inputs.cache is not None and self.token_gate.has_mean:
             stored = layer_of(GateCache, inputs.cache)
         opens: Tensor = self.token_gate(x, is_text, documents, stored)
-        if inputs.tokens is not None:
-            by_id = self.token_gate.opens_id(inputs.tokens)
-            if by_id is not None:
-                opens = opens | by_id.to(opens.device)
         if is_text is not None:
             opens = opens & is_text.unsqueeze(-1).to(opens.device)
-        if inputs.tokens is not None and self.output.is_gated_vocabulary:
-            is_new = (inputs.tokens >= self.output.base_columns).unsqueeze(-1)
-            opens = opens | is_new.to(opens.device)
+        by_id = self._opens_by_id(inputs.tokens, is_text)
+        if by_id is not None:
+            opens = opens | by_id.to(opens.device)
         return opens
+
+    def _opens_by_id(self, tokens: Tensor | None, is_text: Tensor | None) -> Tensor | None:
+        """For which tokens the gate opens whatever their score, [B, S, 1]: new tokens, and ids that
+        are open by definition; None: for none.
+        """
+        assert self.token_gate is not None, "`_run` has seen a gate"
+        if tokens is None:
+            return None
+        by_id = self.token_gate.opens_id(tokens)
+        if by_id is not None and is_text is not None:
+            by_id = by_id & is_text.unsqueeze(-1).to(by_id.device)
+        if self.output.is_gated_vocabulary:
+            is_new = (tokens >= self.output.base_columns).unsqueeze(-1)
+            by_id = is_new if by_id is None else by_id.to(is_new.device) | is_new
+        return by_id
+
+    def _all_open_by_id(self, inputs: PassInputs) -> bool:
+        """Whether each sequence has a token that is open whatever its score."""
+        is_text = None
+        if inputs.attention_mask is not None:
+            is_text = inputs.attention_mask[:, -inputs.tokens.shape[1] :].bool()
+        by_id = self._opens_by_id(inputs.tokens, is_text)
+        return by_id is not None and bool(by_id.any(1).all())
 
     def prepare_inputs_for_generation(
         self,

@@ -13,9 +13,9 @@ that it would give of a closed token alone, and before the first the base its ow
 changes what another, or the base, says of a token.
 
 A text pays for an expansion from the first token on which it is used: then the text so far is
-computed with it, once. One without expansion_to_base blocks (Preserve) computes the base's stream
-too, in the same pass; beside one with such blocks (Adapt) the base runs on, as the gates and closed
-tokens need its stream.
+computed with it, once. One that leaves x as it is (Preserve) computes the base's stream too, in the
+same pass; beside one that changes x (Adapt, or weights that open tokens have of their own) the base
+runs on, as the gates and closed tokens need its stream.
 
 Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V
 vocabulary, E expansions, P = 1 + E paths.
@@ -43,8 +43,8 @@ from .configuration_scale_combined import CombinedConfig, chosen
 from .modeling_scale import PassInputs, ScaleForCausalLM, kept_tokens
 from .scale_combined_cache import BASE, CombinedState
 from .scale_gate import empty_like, texts_of
-from .scale_math import NEVER, separate_products, soft_capped
-from .scale_streams import StreamPath
+from .scale_math import NEVER, own_row_logits, separate_products, soft_capped
+from .scale_streams import ScaleOutput, StreamPath
 
 EXPANSIONS = "expansions"
 """The folder of expansions, each in a folder with its name."""
@@ -160,29 +160,18 @@ class CombinedForCausalLM(ScaleForCausalLM):
         model.load_state_dict(tensors, strict=False, assign=True)
         first = self.config.vocab_size
         if new_rows:
-            self._add_new_tokens(model, *new_rows)
+            self._add_new_tokens(*new_rows)
         self.new_tokens.append(range(first, self.config.vocab_size))
         self.names.append(name)
         self.expansions.append(model)
 
-    def _add_new_tokens(
-        self, model: ScaleForCausalLM, embedding_rows: Tensor, output_rows: Tensor
-    ) -> None:
-        """Gives the new tokens of an expansion's `model` the next ids, and adds their rows [n, D]
-        to the base's.
+    def _add_new_tokens(self, embedding_rows: Tensor, output_rows: Tensor) -> None:
+        """Adds the rows [n, D] of an expansion's new tokens, which get the next ids, to the
+        base's.
         """
-        count = len(embedding_rows)
-        first = self.config.vocab_size
-        columns = model.embedding.expansion
-        assert columns is not None, "an expansion widens its base"
-        # The expansion knows nothing of the tokens of expansions before it: its rows for them are
-        # zeros.
-        old_up, new_up = columns.weight.split([model.config.base_vocab_size, count])
-        of_others = old_up.new_zeros(first - len(old_up), old_up.shape[1])
-        columns.weight = _frozen(torch.cat([old_up, of_others, new_up]))
         if self.config.base_vocab_size is None:
-            self.config.base_vocab_size = first
-        self.config.vocab_size += count
+            self.config.base_vocab_size = self.config.vocab_size
+        self.config.vocab_size += len(embedding_rows)
         self.config.tie_word_embeddings = False
         embedding = self.embedding.base
         embedding.weight = _frozen(torch.cat([embedding.weight, embedding_rows]))
@@ -190,9 +179,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         self.output.set_vocabulary(self.config)
 
     def share_base(self) -> None:
-        """Gives the expansions the base's parameters.
-
-        An expansion's embedding has a row of zeros for a token of another's vocabulary.
+        """Gives the expansions the base's parameters, and entries for the tokens of all
+        vocabularies.
 
         Raises:
             ValueError: an expansion lacks a tensor.
@@ -201,7 +189,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
         for path, module in _modules_of(self):
             for leaf, parameter in module.named_parameters(recurse=False):
                 of_base[f"{path}.{leaf}"] = parameter
-        for name, model in zip(self.names, self._expansion_models, strict=True):
+        for name, model, own in zip(
+            self.names, self._expansion_models, self.new_tokens, strict=True
+        ):
             missing: list[str] = []
             for path, module in _modules_of(model):
                 # A list: the loop replaces parameters.
@@ -211,16 +201,12 @@ class CombinedForCausalLM(ScaleForCausalLM):
                         setattr(module, leaf, of_base[key])
                     elif parameter.is_meta:
                         missing.append(key)
-            columns = model.embedding.expansion
-            assert columns is not None, "an expansion widens its base"
-            missing_rows = self.config.vocab_size - len(columns.weight)
-            if missing_rows:
-                columns.weight = _frozen(F.pad(columns.weight, (0, 0, 0, missing_rows)))
             if missing:
                 raise ValueError(
                     f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it "
                     "again"
                 )
+            add_other_tokens(model, own, self.config.vocab_size)
 
     def set_active(self, names: Iterable[str]) -> None:
         """From now on only these expansions open; none: the model is the base.
@@ -334,36 +320,59 @@ class CombinedForCausalLM(ScaleForCausalLM):
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
         added: list[AddedLogits] = []
         for index, model in enumerate(self._expansion_models, start=1):
-            path = state.paths[index]
-            own_opens = opens[..., index : index + 1].bool()
-            parts = []
-            if index not in streams and path.runs_on.any():
-                streams[index] = self._run_on(
-                    index, path.runs_on, inputs, path.inner, own_opens[:, -length:]
-                )
-            if index in streams:
-                parts.append((path.runs_on, streams[index]))
-            joining = (winner == index).any(1) & ~path.runs_on
-            if joining.any():
-                # The text so far is computed with the expansion, once.
-                cache = empty_like(path.inner, model.config)
-                parts.append((joining, self._run_on(index, joining, whole, cache, own_opens)))
-                path.join(joining, cache)
-                if is_preserve(model):
-                    state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
-            for rows, stream in parts:
-                assert stream.x_up is not None, "an expansion's path has its stream"
-                path_x, x_up = model.final_norm(
-                    stream.x[:, -length:][:, kept], stream.x_up[:, -length:][:, kept]
-                )
+            wins = winner == index
+            for rows, stream in self._expansion_streams(
+                index, inputs, whole, state, opens, wins, streams
+            ):
+                last = stream.at(slice(-length, None)).at(kept).normed(model.final_norm)
                 is_used = used_kept[rows].eq(index).unsqueeze(-1)
-                x[rows] = torch.where(is_used, path_x, x[rows])
-                x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
-                weight = model.output.expansion
-                assert weight is not None, "an expansion widens its base"
-                logits = F.linear(x_up, weight).float()
-                added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
+                x[rows] = torch.where(is_used, last.x, x[rows])
+                is_another = winner_kept[rows].ne(index).unsqueeze(-1)
+                for logits in added_logits(model.output, last, is_another):
+                    added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
         return self._with_added(x, added, winner_kept)
+
+    def _expansion_streams(
+        self,
+        index: int,
+        inputs: PassInputs,
+        whole: PassInputs,
+        state: CombinedState,
+        opens: Tensor,
+        wins: Tensor,
+        streams: dict[int, StreamPath],
+    ) -> list[tuple[Tensor, StreamPath]]:
+        """The streams after the last layer of the expansion `index`, with the sequences [B] that
+        they are of. Brings `state` up to date.
+
+        Args:
+            index: the expansion's place among the paths.
+            inputs: the tokens of this pass.
+            whole: the text from its start.
+            state: what the text has left behind.
+            opens: [B, T, 1 + 2 E], of which column `index` says where the expansion's gate is open.
+            wins: [B, S], on which of the tokens of this pass the expansion is used by its gate.
+            streams: of expansions that have computed these tokens already.
+        """
+        model = self._path_models[index]
+        path = state.paths[index]
+        own_opens = opens[..., index : index + 1].bool()
+        parts: list[tuple[Tensor, StreamPath]] = []
+        if index in streams:
+            parts.append((path.runs_on, streams[index]))
+        elif path.runs_on.any():
+            new_opens = own_opens[:, -inputs.tokens.shape[1] :]
+            stream = self._run_on(index, path.runs_on, inputs, path.inner, new_opens)
+            parts.append((path.runs_on, stream))
+        joining = wins.any(1) & ~path.runs_on
+        if joining.any():
+            # The text so far is computed with the expansion, once.
+            cache = empty_like(path.inner, model.config)
+            parts.append((joining, self._run_on(index, joining, whole, cache, own_opens)))
+            path.join(joining, cache)
+            if keeps_base_stream(model):
+                state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
+        return parts
 
     def _with_added(self, x: Tensor, added: list[AddedLogits], winner: Tensor) -> Tensor:
         """The logits [B, S', V] of the streams x [B, S', D], with what expansions add.
@@ -450,7 +459,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         streams: dict[int, StreamPath] = {}
         for index, model in enumerate(self._path_models):
             path = state.paths[index]
-            keeps_base = index == BASE or is_preserve(model)
+            keeps_base = index == BASE or keeps_base_stream(model)
             if not keeps_base or not path.runs_on.any():
                 continue
             recorded: dict[int, Any] = dict.fromkeys(layers - {last})
@@ -533,13 +542,61 @@ def opened_margin(margin: Tensor) -> Tensor:
 
 def is_of_base(name: str) -> bool:
     """Whether a tensor of a ScaleForCausalLM is its base's."""
-    return "base" in name.split(".")
+    parts = name.split(".")
+    # Open tokens' differences of a shared expert's maps stand within the base's mixture.
+    return "base" in parts and "adapter" not in parts
 
 
-def is_preserve(model: ScaleForCausalLM) -> bool:
-    """Whether a model leaves its base's stream as it is."""
+def keeps_base_stream(model: ScaleForCausalLM) -> bool:
+    """Whether a model leaves its base's x as it is in all layers."""
     last: int = model.config.num_hidden_layers
-    return last <= model.config.l_fp
+    return last <= model.config.first_changed_layer
+
+
+def added_logits(output: ScaleOutput, last: StreamPath, is_another: Tensor) -> list[Tensor]:
+    """What a model adds to its base's logits, [R, S', V'] each, in the order in which it adds them.
+
+    It is 0 for the tokens `is_another` [R, S', 1], which are not open for it.
+    """
+    added: list[Tensor] = []
+    if output.expansion is not None:
+        assert last.x_up is not None, "a model that is wider has its stream"
+        x_up = last.x_up.masked_fill(is_another, 0)
+        added.append(F.linear(x_up, output.expansion).float())
+    if output.own_rows is not None and last.masked is not True:
+        of_rows = own_row_logits(last.x, output.own_rows, output.row_of_token)
+        added.append(of_rows.masked_fill(is_another, 0))
+    return added
+
+
+def add_other_tokens(model: ScaleForCausalLM, own: range, vocab_size: int) -> None:
+    """Gives what a model has for each input token entries for other models' new tokens.
+
+    It knows nothing of them: their columns of x_up, and their own rows, are zeros. Its own new
+    tokens, which follow the base's in its export, have the ids `own` of `vocab_size`.
+    """
+    columns = model.embedding.expansion
+    if columns is not None:
+        columns.weight = _frozen(_by_id(columns.weight, own, vocab_size, rest=0))
+    if model.own_input is not None and len(model.own_input.row_of_token) < vocab_size:
+        rows = model.own_input.rows
+        row_of_zeros = len(rows.weight)
+        rows.weight = _frozen(F.pad(rows.weight, (0, 0, 0, 1)))
+        table = model.own_input.row_of_token
+        model.own_input.row_of_token = _by_id(table, own, vocab_size, rest=row_of_zeros)
+
+
+def _by_id(of_export: Tensor, own: range, vocab_size: int, *, rest: int) -> Tensor:
+    """Entries of the base's tokens and of `own` behind them, [V', ...] -> [vocab_size, ...] by id;
+    those of all other tokens are `rest`.
+    """
+    if len(of_export) == vocab_size:
+        return of_export
+    base_tokens = len(of_export) - len(own)
+    found = of_export.new_full((vocab_size, *of_export.shape[1:]), rest)
+    found[:base_tokens] = of_export[:base_tokens]
+    found[own.start : own.stop] = of_export[base_tokens:]
+    return found
 
 
 def _modules_of(model: ScaleForCausalLM) -> Iterator[tuple[str, nn.Module]]:

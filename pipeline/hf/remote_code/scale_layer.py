@@ -177,7 +177,7 @@ class ScaleAttention(nn.Module):
                 parts.append(heads_up)
         # The base alone has one part: `cat` would copy it.
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return joined.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return joined.view(*joined.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]

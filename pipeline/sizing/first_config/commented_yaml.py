@@ -26,7 +26,13 @@ def as_yaml(
     comments: dict[str, str],
     learned: TextMeasure,
 ) -> str:
-    """The settings with comments on where each section's values come from, besides those given."""
+    """The settings as YAML, with comments above the sections.
+
+    Args:
+        values: the settings.
+        comments: comments by section, to which those of this function are added.
+        learned: the texts.
+    """
     comments = comments | {
         "name": (
             "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
@@ -47,7 +53,7 @@ def as_yaml(
             {key: value},
             sort_keys=False,
             allow_unicode=True,
-            # None: a section is written in lines, and the lists in it in brackets.
+            # None writes a mapping with inner mappings in lines, and the lists in it in brackets.
             default_flow_style=None if is_section else False,
             width=110,
         )
@@ -68,42 +74,65 @@ def gate_comment(spec: DecoderSpec) -> str:
 
 
 def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
-    base = spec.widths
-    added = values["method"]["expansion"]
-    hidden = f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}"
-    inner = inner_width(spec)
-    ffn = f"FFN {inner} by {added['intermediate_size'] / inner:.0%}"
-    heads_share = added["num_attention_heads"] / base.num_attention_heads
-    heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
-    comment = (
-        f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
-        "a small base's by what servers can split.\n"
-    )
-    if isinstance(spec, HostedSpec):
-        comment = (
-            f"transformers computes this base ({spec.structure.model_class}), and the expansion "
-            "stands beside its blocks\n(docs/architectures.md#hosted-bases): "
-            f"{hidden}, {ffn}, {heads}.\n"
-        )
-    l_fp = values["method"]["l_fp"]
+    method = values["method"]
+    if method["name"] == "lora":
+        return _low_rank_comment(method)
+    comment = _widths_comment(method, spec)
+    l_fp = method["l_fp"]
     if "gate" not in values:
         return (
-            comment
-            + f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
+            f"{comment}\n"
+            f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
         )
-    own = [name for name in ("own_rows", "own_gains", "low_rank") if name in values["method"]]
+    own = [name for name in ("own_rows", "own_gains", "low_rank") if name in method]
     if not own:
-        return comment + (
+        return (
+            f"{comment}\n"
             f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
-            "tokens read the new blocks.\nSuch a run leaves in the format scale."
+            "tokens read the new blocks.\nThe export of such a run has the format scale."
         )
     twice = ""
     if spec.is_native:
         twice = " The layers below the gate run twice."
-    return comment + (
+    return (
+        f"{comment}\n"
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
         f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
-        f"{twice}\nSuch a run leaves in the format scale."
+        f"{twice}\nThe export of such a run has the format scale."
+    )
+
+
+def _low_rank_comment(method: dict[str, Any]) -> str:
+    own = [name for name in ("own_rows", "own_gains") if name in method]
+    return (
+        "Every linear map gets a low-rank difference, its rank an eighth of the hidden size.\n"
+        "Tokens read it, and "
+        f"weights of their own beside it ({', '.join(own)}), where the gate opens (docs/gate.md).\n"
+        "The layers below the gate run twice. The export of such a run has the format scale.\n"
+        "With twice the rank more is learned; method {name: scale, ...} widens the base instead "
+        "(docs/method.md)."
+    )
+
+
+def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
+    base = spec.widths
+    added = method["expansion"]
+    inner = inner_width(spec)
+    heads_share = added["num_attention_heads"] / base.num_attention_heads
+    grown = (
+        f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}, "
+        f"FFN {inner} by {added['intermediate_size'] / inner:.0%}, "
+        f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
+    )
+    if isinstance(spec, HostedSpec):
+        return (
+            f"transformers computes this base ({spec.structure.model_class}), with the expansion "
+            "beside its blocks\n(docs/architectures.md#hosted-bases): "
+            f"{grown}."
+        )
+    return (
+        f"The base's widths grow: {grown}. The paper's grow by an eighth each,\n"
+        "a small base's by what servers can split."
     )
 
 
@@ -120,7 +149,7 @@ def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
 
 
 def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
-    """Whether full fine-tuning behind the gate could leave as a packed difference."""
+    """Whether full fine-tuning with the same gate could be exported as a packed difference."""
     return (
         "gate" in values and "vocabulary" not in values and spec.is_native and spec.mixture is None
     )
@@ -129,7 +158,7 @@ def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
 def difference_comment(base_parameters: int) -> str:
     state = base_parameters * _MUON_STATE_BYTES / GIB
     return (
-        "Full fine-tuning by Muon behind the same gate learns more, where its training state of "
+        "Full fine-tuning by Muon with the same gate learns more, where its training state of "
         f"{state:,.3g} GiB over all\nranks fits: method {{name: fft}}, schedule.optimizer muon, "
         "then scale-cpt convert --format difference\n(docs/gate.md#the-full-difference)."
     )
@@ -149,7 +178,7 @@ def data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasur
 
 
 def chats_comment(wanted: FirstRun, tokenizer: Tokenizer) -> str:
-    """What is said of chats, on lines of its own; empty for a base that is no chat model."""
+    """The comment on chats, each line after a line break; empty without a chat model."""
     lines: list[str] = []
     if wanted.old_chats:
         lines.append("self_generated_chats: the base answers the chats itself.")
@@ -180,8 +209,11 @@ def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:
     schedule = values["schedule"]
     sequences = schedule["steps"] * schedule["global_batch_size"]
     tokens = sequences * values["data"]["sequence_length"]
-    return (
+    comment = (
         f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. "
         "The rate is the paper's for a hidden size of 2048,\n"
-        "times the square root of 2048 / this one: also try half and twice."
+        "times the square root of 2048 / this one"
     )
+    if schedule.get("optimizer") == "muon":
+        comment += ", times 2 for Muon (docs/methods.md#the-optimizer)"
+    return comment + ": also try half and twice."

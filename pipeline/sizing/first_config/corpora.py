@@ -12,8 +12,8 @@ from pipeline.sizing.first_config.wanted import FirstRun
 
 _CHATS_HELDOUT = 0.01
 _GATE_TEXT = 4
-"""Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
-twice that to spare."""
+"""Self-generated text for a gate, as a multiple of gate.tokens: one to fit it, one to set its
+threshold, and as much again in reserve."""
 
 
 def corpora_section(
@@ -47,12 +47,15 @@ def corpora_section(
 
 
 def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any]) -> dict[str, Any]:
-    """The corpora of chats; `sample` is what the base is asked to write of other text."""
+    """The corpora of chats.
+
+    sample: the section `sample` of the self-generated text, whose lengths are taken over.
+    """
     corpora: dict[str, Any] = {}
     if wanted.old_chats:
         corpora["self_generated_chats"] = _answered(wanted, sample, wanted.old_chats)
     if wanted.new_chats:
-        # As often as all that the base writes in languages that it knows.
+        # As much weight as all other self-generated text together.
         weight = 1 + len(corpora)
         answered = _answered(wanted, sample, wanted.new_chats)
         corpora["self_generated_new_chats"] = {**answered, "weight": weight}
@@ -66,15 +69,21 @@ def _corpora_of_chats(wanted: FirstRun, sample: dict[str, Any]) -> dict[str, Any
 
 def _answered(wanted: FirstRun, sample: dict[str, Any], chats: Sequence[str]) -> dict[str, Any]:
     """A corpus of chats that the base answers itself."""
-    lengths = {name: sample[name] for name in ("tokens", "max_tokens")}
     return {
         "role": "self_generated",
         "messages_key": wanted.messages_key,
-        "sample": {**lengths, "prompts": list(chats)},
+        "sample": {
+            "tokens": sample["tokens"],
+            "max_tokens": sample["max_tokens"],
+            "prompts": list(chats),
+        },
     }
 
 
 def _corpus(text: TextMeasure, length: int) -> dict[str, Any]:
-    """A corpus whose held-out share of the documents holds about 128 sequences, within limits."""
+    """The entries of a corpus of texts.
+
+    About 128 sequences are held out, and at least 0.1 % and at most 10 % of the documents.
+    """
     heldout = float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
     return {"input": text.inputs, "heldout_fraction": heldout}

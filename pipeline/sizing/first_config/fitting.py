@@ -12,22 +12,24 @@ from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config.method import with_own_weights
+from pipeline.sizing.first_config.method import method_under_gate
 from pipeline.sizing.meta_device import NotTracedError
 
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
+"""Sizes that are tried, the largest first: larger matrix products reach more of a GPU's peak."""
 
 
-def fit_with_own_weights(
+def fit_under_gate(
     values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The settings of a run with a gate, as `fit_to_cluster`.
 
-    Open tokens have rows of their own unless the vocabulary is extended, beside which they were not
-    measured, or the base then does not fit: in a large vocabulary they are the most memory.
+    Open tokens have rows of their own, except in two cases: the vocabulary is extended, as the two
+    together were not measured; or the run then does not fit, as rows take the most memory where the
+    vocabulary is large.
     """
-    with_rows = with_own_weights(values["method"], spec, with_rows=True)
-    without_rows = with_own_weights(values["method"], spec, with_rows=False)
+    with_rows = method_under_gate(spec, with_rows=True)
+    without_rows = method_under_gate(spec, with_rows=False)
     if "vocabulary" not in values:
         try:
             return fit_to_cluster(values | {"method": with_rows}, spec, cluster)
@@ -65,19 +67,28 @@ def _layouts(spec: DecoderSpec, cluster: Cluster) -> list[dict[str, Any]]:
 def fit_to_cluster(
     values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
 ) -> tuple[RunConfig, dict[str, Any]]:
-    """The settings with the first layout that fits, and its largest micro-batch."""
+    """The settings with the first layout that fits, and its largest micro-batch.
+
+    Returns:
+        The run.
+        Its settings, without defaults.
+
+    Raises:
+        LayoutError: no layout fits.
+    """
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
-    # The largest first: larger matrix products reach more of the peak.
-    micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
     for layout in _layouts(spec, cluster):
-        for micro_batch in micro_batches:
+        for micro_batch in _MICRO_BATCHES:
+            if per_rank % micro_batch != 0:
+                continue
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
             try:
                 memory, _ = estimator.memory(estimator.own_choice)
             except NotTracedError:
-                # The dry run says so. The smallest micro-batch is likeliest to fit.
+                # No memory can be estimated, which the dry run reports. The first layout is taken,
+                # with the smallest micro-batch, which is likeliest to fit.
                 fitted = merged(values, {"schedule": {"micro_batch_size": 1}})
                 return parse_config(fitted, source="the proposed configuration"), fitted
             if memory.total <= cluster.recommended_bytes:

@@ -15,32 +15,42 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import GATE_LAYER, Widths
 
 _WIDER_BY = 1 / 8
-"""The paper's expansion, as a share of every width."""
+"""Added width as a share of each of the base's widths, as in the paper."""
 _L_FP_SHARE = 3 / 16
-"""The paper's share of the layers without W12."""
+"""Share of the layers that have no W12, as in the paper."""
 _GATED_L_FP = 0
-"""l_fp under a gate: open tokens have weights of their own from there on. The lower they begin, the
-more they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
+"""l_fp under a gate, from which on open tokens have weights of their own. The lower it is, the more
+they learn (studies/LOG.md); the layers below the gate then run twice, 2 of them by default
 (docs/adr/0033-lora-under-a-gate.md)."""
 _LOW_RANK = 8
-"""Rank of open tokens' low-rank differences beside the expansion (studies/LOG.md)."""
+"""Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
+_RANK_SHARE = 1 / 8
+"""Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
+does not depend on the width, and about a quarter of the base's parameters train, as by `_WIDER_BY`.
+"""
 _MULTIPLE_OF = 8
-"""Added widths are multiples of it, as kernels prefer."""
+"""Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
 
 
 def scale_method(spec: DecoderSpec) -> dict[str, Any]:
-    """SCALE with all widths grown by a share, as closely as heads and a merged export allow."""
+    """The section `method`: SCALE that adds about the same share to every width.
+
+    Numbers of heads are whole, and a merged export pads some widths: the shares differ by that.
+    """
     base = spec.widths
     hidden_size = _multiple(_WIDER_BY * base.hidden_size)
     share = hidden_size / base.hidden_size
     intermediate_size = _multiple(share * inner_width(spec))
+    # Rounded to the nearest number, halves down, and at least one.
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
+    # Grouped-query attention: each added key/value head has as many query heads as the base's.
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
 
     widths = Widths(hidden_size, intermediate_size, heads, kv_heads)
     added = asdict(widths)
     if spec.is_native:
-        # The widths of the merged export, which pads some of them with zeros: train these, too.
+        # A merged export pads some widths with zeros. They take the same memory: they train
+        # instead.
         whole = asdict(merged_widths(widths, spec))
         for name, width in asdict(base).items():
             added[name] = whole[name] - width
@@ -50,36 +60,36 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
 
 
-def with_own_weights(
-    method: dict[str, Any], spec: DecoderSpec, *, with_rows: bool
-) -> dict[str, Any]:
-    """The method for a run with a gate: what closed tokens never read may change more.
+def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
+    """The section `method` for a run with a gate, with weights that only open tokens read.
 
-    On a mixture of experts no low-rank differences are proposed: its experts have none, and what
-    those of its other maps gain was not measured.
+    Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
+    the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
+    there a dense expansion stands beside them.
     """
     if isinstance(spec, HostedSpec):
-        return _hosted_with_own_weights(method, spec, with_rows=with_rows)
-    gated = {
-        **method,
+        return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
+    own: dict[str, Any] = {"own_gains": True}
+    if with_rows:
+        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    if spec.mixture is None:
+        rank = _multiple(_RANK_SHARE * spec.widths.hidden_size)
+        return {"name": "lora", "rank": rank, **own}
+    return {
+        **scale_method(spec),
         "l_fp": _GATED_L_FP,
         "collaborative_modules": "both",
         "norm": "base",
+        **own,
     }
-    if with_rows:
-        gated["own_rows"] = {"min_count": OwnRows().min_count}
-    gated["own_gains"] = True
-    if spec.mixture is None:
-        gated["low_rank"] = _LOW_RANK
-    return gated
 
 
 def _hosted_with_own_weights(
     method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
 ) -> dict[str, Any]:
-    """As `with_own_weights`, with those of the weights that a hosted base takes.
+    """The method with as many weights of open tokens' own as a hosted base supports.
 
-    Its layers run once, so that W12 begins where the gate reads.
+    Layers of a hosted base never run twice, so that W12 begins where the gate reads.
     """
     l_fp = min(GATE_LAYER, spec.num_layers - 1)
     gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
@@ -97,14 +107,14 @@ def _hosted_with_own_weights(
 
 
 def has_no_gate(spec: DecoderSpec) -> bool:
-    """Whether nothing can close a hosted base: it has several residual streams, or one layer."""
+    """Whether no gate is possible: a hosted base with several residual streams, or one layer."""
     if not isinstance(spec, HostedSpec):
         return False
     return not spec.structure.has_one_stream or spec.num_layers == 1
 
 
 def inner_width(spec: DecoderSpec) -> int:
-    """The inner width of the base's FFN; four times its hidden size where it tells none."""
+    """The inner width of the base's FFN; by default four times its hidden size."""
     return spec.widths.intermediate_size or 4 * spec.widths.hidden_size
 
 

@@ -22,11 +22,7 @@ from pipeline.sizing.first_config.commented_yaml import (
     method_comment,
 )
 from pipeline.sizing.first_config.corpora import corpora_section
-from pipeline.sizing.first_config.fitting import (
-    deepspeed_file,
-    fit_to_cluster,
-    fit_with_own_weights,
-)
+from pipeline.sizing.first_config.fitting import deepspeed_file, fit_to_cluster, fit_under_gate
 from pipeline.sizing.first_config.method import has_no_gate, scale_method
 from pipeline.sizing.first_config.schedule import schedule_section, stages_section
 from pipeline.sizing.first_config.texts import measure, measure_chats
@@ -34,8 +30,8 @@ from pipeline.sizing.first_config.wanted import FirstRun
 from pipeline.sizing.parameters import parameters_of
 
 _KL_FRACTION_OF_CHATS = 1 / 8
-"""The share of the sequences on which a chat model under a gate stays near its base: with it the
-answers to users of the new language end, and tuning on their chats begins from what the base can do
+"""The share of the sequences that train by KL in a run with a gate and chats. With it, answers in
+the new language end, and tuning on its chats begins from the base's abilities
 (docs/results/chat.md)."""
 
 
@@ -55,9 +51,12 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     tokenizer = load_tokenizer(wanted.vocabulary or folder)
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
-    schedule, length = schedule_section(learned, spec, cluster)
     gated = wanted.gated and not has_no_gate(spec)
     wanted = replace(wanted, gated=gated)
+    # What open tokens have of their own learned more by Muon (docs/results/frontier.md). Neither a
+    # hosted base nor a run without a gate was measured with it.
+    by_muon = gated and spec.is_native
+    schedule, length = schedule_section(learned, spec, cluster, by_muon=by_muon)
     stages: list[dict[str, Any]] = []
     if wanted.new_chats:
         tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
@@ -82,24 +81,19 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if not stages:
         del values["stages"]
     if wanted.gated:
-        values["gate"] = {}
-        # Without chats the gate alone reads the self-generated text.
+        values["gate"] = _gate(wanted)
+        # Without chats only the gate reads the self-generated text.
         values["data"]["self_generated_fraction"] = 0.0
         if wanted.has_chats:
             values["data"]["self_generated_fraction"] = _KL_FRACTION_OF_CHATS
-        if wanted.new_chats:
-            # On answers to users of the new language the gate would learn to stay shut.
-            negatives = ["self_generated"]
-            if wanted.old_chats:
-                negatives.append("self_generated_chats")
-            values["gate"] = {"negatives": negatives}
     if wanted.vocabulary is not None:
         values["vocabulary"] = {"folder": str(wanted.vocabulary)}
     if wanted.gated:
-        config, values = fit_with_own_weights(values, spec, cluster)
+        config, values = fit_under_gate(values, spec, cluster)
     else:
         if spec.is_native:
-            values["method"] |= {"norm": "base"}  # which a merged export needs
+            # A merged export needs it, and such a run is to be exported so.
+            values["method"] |= {"norm": "base"}
         config, values = fit_to_cluster(values, spec, cluster)
     comments = {
         "gate": gate_comment(spec),
@@ -116,3 +110,14 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     comments["deepspeed"] = layout_comment(spec, cluster)
     text = as_yaml(values | {"base": str(wanted.base)}, comments, learned)
     return config, with_pages_found(text)
+
+
+def _gate(wanted: FirstRun) -> dict[str, Any]:
+    """The section `gate`."""
+    if not wanted.new_chats:
+        return {}
+    # Not the base's answers to chats in the new language: on these the gate should open.
+    negatives = ["self_generated"]
+    if wanted.old_chats:
+        negatives.append("self_generated_chats")
+    return {"negatives": negatives}

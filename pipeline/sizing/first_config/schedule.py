@@ -11,36 +11,48 @@ from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
 
 _PAPER_HIDDEN_SIZE = 2048
 _PAPER_RATE = 1e-3
+_MUON_RATE_FACTOR = 2
+"""By Muon the best rates were 2 to 5 times the rule's, on two bases (docs/results/frontier.md)."""
 _LONGEST = 8192
 _SHORTEST = 64
 """Bounds of a sequence's length in tokens."""
 _SEQUENCES = 4096
-"""Sequences that a run reads at least, if its texts suffice: shorter ones make more of them."""
+"""The fewest sequences that a run should read: a run of little text has shorter sequences."""
 _STEPS = 1000
 _LARGEST_STEP = 2**22
-"""Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
+"""Tokens of a step in the paper's run. Smaller runs have smaller steps, about _STEPS of them."""
 _SMALLEST_BATCH = 8
+# Measured in docs/results/chat.md.
 _PASSES_OF_CHATS = 2
+"""How often chats in the new language are read, in the stage after the texts."""
 _SHARE_OF_CHATS = 3 / 4
+"""Their share of the sequences in that stage."""
 _RATE_OF_CHATS = 1 / 3
-"""How often chats in the new language are read after the texts, their share of the sequences there,
-and the learning rate as a share of the texts' own (docs/results/chat.md)."""
+"""The learning rate of that stage, as a share of the texts' rate."""
 
 
 def stages_section(
     schedule: dict[str, Any], length: int, tuned: TextMeasure
 ) -> list[dict[str, Any]]:
-    """The stages of a run that learns texts as `schedule` says, and then chats.
+    """The section `stages` of a run that learns texts, and then chats in the new language.
 
-    In the second some of the texts are read on, so that what they taught stays.
+    The second stage also reads some of the texts, so that the model does not forget them.
+
+    Args:
+        schedule: the section `schedule`, of the texts alone.
+        length: tokens of a sequence.
+        tuned: the chats.
     """
     read = _PASSES_OF_CHATS * tuned.tokens / _SHARE_OF_CHATS
     steps = max(1, round(read / (schedule["global_batch_size"] * length)))
     rate = float(f"{schedule['learning_rate'] * _RATE_OF_CHATS:.1e}")
-    # Weights of which new_chats has its share.
-    weights = {"new": 1, "new_chats": round(_SHARE_OF_CHATS / (1 - _SHARE_OF_CHATS))}
-    # The base's own answers there would be learned against better ones.
-    weights["self_generated_new_chats"] = 0
+    weights = {
+        "new": 1,
+        # Its share of the sum of both weights is _SHARE_OF_CHATS.
+        "new_chats": round(_SHARE_OF_CHATS / (1 - _SHARE_OF_CHATS)),
+        # The base's own answers to the same users would pull against the better answers.
+        "self_generated_new_chats": 0,
+    }
     return [
         {"name": "texts", "steps": schedule["steps"], "weights": {"new_chats": 0}},
         {"name": "chats", "steps": steps, "learning_rate": rate, "weights": weights},
@@ -48,7 +60,7 @@ def stages_section(
 
 
 def schedule_section(
-    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster
+    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster, *, by_muon: bool
 ) -> tuple[dict[str, Any], int]:
     """The section `schedule`, and the length of a sequence."""
     read = tokens_to_read(learned)
@@ -62,13 +74,16 @@ def schedule_section(
     # Every rank must have the same number of sequences in a step.
     batch = cluster.gpus * max(1, round(sequences / cluster.gpus))
 
-    # The rule of thumb that rates fall with the square root of the width: between none, and the 1 /
-    # width of muP for matrices (Yang et al. 2022).
+    # A rule of thumb: the rate falls with the square root of the width. It lies between a constant
+    # rate and muP's 1 / width for matrices (Yang et al. 2022).
     rate = _PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size)
-    schedule = {
+    schedule: dict[str, Any] = {
         "steps": max(1, round(read / (batch * length))),
         "global_batch_size": batch,
         "micro_batch_size": 1,
-        "learning_rate": float(f"{rate:.1e}"),
     }
+    if by_muon:
+        rate *= _MUON_RATE_FACTOR
+        schedule["optimizer"] = "muon"
+    schedule["learning_rate"] = float(f"{rate:.1e}")
     return schedule, length

@@ -1,4 +1,4 @@
-"""How many tokens the texts of a first configuration hold, by a sample of them."""
+"""Estimates the number of tokens of texts from a sample, for a first configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Mo
 
 
 class TextMeasure(NamedTuple):
-    """What a kind of text holds, by a sample of it."""
+    """The size of a kind of text, estimated from a sample.
+
+    Attributes:
+        inputs: the files.
+        tokens: the number of tokens in all files.
+        tokens_per_byte: tokens for each byte of UTF-8.
+    """
 
     inputs: list[str]
     tokens: int
@@ -53,6 +59,6 @@ def measure_chats(
 
 
 def tokens_to_read(learned: TextMeasure) -> int:
-    """How many tokens a run reads."""
+    """The number of tokens that a run reads: little text is read several times."""
     passes = _REPEATED if learned.tokens < _LITTLE_TEXT else 1
     return passes * learned.tokens

@@ -9,22 +9,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FirstRun:
-    """What a first configuration is asked for.
+    """The wishes that a first configuration fulfils.
 
     Attributes:
-        name: of the run.
+        name: the name of the run.
         base: a Hugging Face folder, or a model on the hub, which is fetched.
         new: files of the text to learn.
-        old: files of the base's own domain.
-        text_key: the field of the texts.
-        old_text_key: the field of the old texts; default: text_key.
-        vocabulary: the folder of a tokenizer that extends the base's; default: the base's own.
-        old_chats: files of chats in languages that the base knows, which it answers itself.
-        new_chats: files of chats in the new language, whose answers are learned after the texts.
-        messages_key: the field of the messages in both.
-        gated: whether the run has a gate, which learns from self-generated text where to stay
-            closed. Without one the model trains on self-generated text, and may leave as an
-            ordinary one.
+        old: files of text of the base's own domain.
+        text_key: the field that holds the text.
+        old_text_key: the same for files of old text; default: text_key.
+        vocabulary: the folder of an extended tokenizer; default: the base's own tokenizer.
+        old_chats: files of chats in languages that the base knows; the base writes the answers.
+        new_chats: files of chats in the new language; their answers are learned after the texts.
+        messages_key: the field of the messages in files of chats.
+        gated: whether the run has a gate, which learns from self-generated text to stay closed.
+            Without a gate the model trains on self-generated text, and may be exported as an
+            ordinary model.
     """
 
     name: str
@@ -41,5 +41,5 @@ class FirstRun:
 
     @property
     def has_chats(self) -> bool:
-        """Whether the run reads chats, on some of which it stays near its base by KL."""
+        """Whether the run reads chats; it trains by KL on those that the base answered."""
         return bool(self.old_chats or self.new_chats)

@@ -24,6 +24,7 @@ from pipeline.config.stages import proportions
 from pipeline.conversion.formats import describe_formats, unsupported_reason
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
+from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model
 from pipeline.methods.parameter_groups import group_lines
@@ -171,6 +172,13 @@ def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Ro
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
     """The structure of a hosted base, and the memory that its loading takes."""
     yield "base", spec.describe()
+    precision = estimator.config.base_precision
+    if precision != "bf16":
+        yield (
+            "base",
+            f"{quantized_share(spec):.0%} of its parameters are stored in {precision}: the linear "
+            "maps that take every token; embedding, norms, output map and experts stay",
+        )
     rank_bytes = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
     cluster = estimator.cluster
     ranks_on_node = min(cluster.gpus, cluster.gpus_per_node)

@@ -38,7 +38,7 @@ from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deeps
 from pipeline.errors import CheckpointError, ConfigError, DamagedCheckpointError, UserError
 from pipeline.evaluation.benchmarks import Tasks
 from pipeline.evaluation.training_tasks import load_training_tasks
-from pipeline.hosted.bases import open_base, read_spec
+from pipeline.hosted.bases import check_dtype, open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow, group_rows
@@ -150,6 +150,9 @@ class RunInputs:
     def fitting_spec(self) -> DecoderSpec:
         """The base's architecture, after a check that the run's model can be built on it."""
         check_fits(self.config, self.spec)
+        deepspeed = self.get_or_none("deepspeed_config")
+        if deepspeed is not None:
+            check_dtype(self.spec, deepspeed.dtype)
         return self.spec
 
     @cached_property

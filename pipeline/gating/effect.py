@@ -20,6 +20,7 @@ from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
+from pipeline.hosted.bases import computed_dtype
 from pipeline.log import progress_bar
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
@@ -198,7 +199,7 @@ def loaded(model: TrainedModel) -> CausalDecoder:
     Matrix products in 16 bits are slow on CPUs.
     """
     if torch.cuda.is_available():
-        return model.loaded(model.base.dtype, torch.device("cuda"))
+        return model.loaded(computed_dtype(model.base), torch.device("cuda"))
     return model.loaded(torch.float32, torch.device("cpu"))
 
 

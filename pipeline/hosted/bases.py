@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config.base import BaseCode
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.quantized_maps import as_matrix
 from pipeline.hosted.read_spec import read_hosted_spec
 from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.model import from_hf
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
@@ -25,6 +27,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import OWN_FORMATS
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.quantized import quantization_of
 from pipeline.parallel.sharding import zero_partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan
@@ -97,6 +100,32 @@ def load_base(model: CausalDecoder, base: BaseFolder, tp: TensorParallel = SINGL
         from_hf.load_base(model, base, tp)
 
 
+def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
+    """Checks that a base runs in this type, before its weights are read.
+
+    Raises:
+        ConfigError: it is hosted, and transformers keeps a parameter in fp32 in 16 bits.
+    """
+    if not isinstance(spec, HostedSpec) or dtype.itemsize > 2:
+        return
+    name = parameter_kept_in_fp32(spec)
+    if name is not None:
+        found = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"deepspeed: expected fp32 with a hosted base (model_type {spec.family}), of which "
+            f"transformers keeps {name} in fp32, found {found}; take ds_configs/zero1_fp32.json or "
+            "zero3_fp32.json"
+        )
+
+
+def computed_dtype(base: BaseFolder) -> torch.dtype:
+    """The type in which the base computes outside training: the one that it was published in, but
+    fp32 where transformers keeps a parameter of a hosted base in fp32."""
+    if isinstance(base.spec, HostedSpec) and parameter_kept_in_fp32(base.spec) is not None:
+        return torch.float32
+    return base.dtype
+
+
 @torch.no_grad()
 def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
     """Copies parameters and buffers of the base as transformers loads it.
@@ -110,7 +139,12 @@ def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
     values = dict(whole.named_parameters())
     _check_one_dtype(values, model.dtype, base)
     for name, parameter in model.base.named_parameters():
-        _set(parameter, values[name])
+        quantization = quantization_of(parameter)
+        if quantization is None:
+            _set(parameter, values[name])
+        else:
+            module = model.base.get_submodule(name.rpartition(".")[0])
+            quantization.write(parameter, as_matrix(module, values[name]))
     for name, buffer in whole.named_buffers():
         # Also those that no file holds, such as rotary frequencies: transformers computes them in
         # fp32, and the model may have been built in 16 bits.

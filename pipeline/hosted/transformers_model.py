@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,21 @@ def build_base(spec: HostedSpec) -> nn.Module:
         model: Any = model_class._from_config(hosted_config(spec), **options)
     model.tie_weights()  # part of the initialisation that was left out
     return model.requires_grad_(False).eval()
+
+
+@cache
+def parameter_kept_in_fp32(spec: HostedSpec) -> str | None:
+    """The first parameter that transformers keeps in fp32 in a model of 16 bits; None: there is
+    none."""
+    with torch.device("meta"):
+        model: Any = build_base(spec)
+    # As transformers' loader reads these names: `*` is any text, and a part of the name is enough.
+    names = model._keep_in_fp32_modules_strict or ()
+    patterns = [name.replace("*", ".*") for name in names]
+    for name, _ in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in patterns):
+            return str(name)
+    return None
 
 
 def load_whole_base(folder: Path, spec: HostedSpec, dtype: torch.dtype) -> nn.Module:

@@ -31,6 +31,10 @@ FIRST_SPECIAL_TOKEN = 192
 """Token ids from here on stand for the base's special tokens; probes use the ids below."""
 _MOST_PARAMETERS = 200_000_000
 _ROTARY_PART = 16  # of a head of latent attention
+EXPERTS_OF_A_TOKEN = (
+    r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token"
+)
+"""What configurations call the number of experts that a token takes."""
 
 # The first pattern that matches an entry's whole name gives its largest value in the twin.
 _LARGEST: tuple[tuple[str, int], ...] = (
@@ -83,7 +87,7 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"(n_routed|num_local|num|moe_num)_experts?", 8),
     # LongCat's experts that give their input: the probes take them for a residual connection.
     (r"zero_expert_num", 0),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token", 2),
+    (EXPERTS_OF_A_TOKEN, 2),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),
     (r"rotary_dim", _ROTARY_PART),

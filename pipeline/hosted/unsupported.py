@@ -30,10 +30,11 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
             f"parallel.expert_size: expected 1 with {hosted}, found {parallel.expert_size}; use "
             f"ZeRO-3, {_OR_NATIVE}"
         )
-    if config.base_precision != "bf16":
+    layers = spec.structure.layers
+    if config.base_precision != "bf16" and not any(layer.linear_maps for layer in layers):
         raise ConfigError(
-            f"base_precision: expected bf16 with {hosted}, whose linear maps are of transformers' "
-            f"classes, found {config.base_precision}; remove it, {_OR_NATIVE}"
+            f"base_precision: expected bf16 with {hosted}, which has no linear map that takes "
+            f"every token, found {config.base_precision}; remove it, {_OR_NATIVE}"
         )
     if config.compile:
         raise ConfigError(

@@ -7,6 +7,8 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.quantized_maps import quantize_maps
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.unsupported import check_hosted_run
 from pipeline.methods.baselines import (
@@ -155,11 +157,14 @@ def quantize_base(
 ) -> None:
     """Stores the base's linear maps, unset yet, in `precision`; in fp8 as `recipe` says.
 
-    Embedding, norms and output projection stay.
+    Embedding, norms and output projection stay; of a hosted base also experts.
 
     Raises:
         ConfigError: if one of them trains, or cannot be split over the ranks in `precision`.
     """
+    if isinstance(model, HostedDecoder):
+        quantize_maps(model, precision, recipe)
+        return
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
         stored = stored_parameter(weight, precision, path, model.tp.size, recipe)

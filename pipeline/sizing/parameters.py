@@ -9,6 +9,8 @@ from torch import nn
 
 from pipeline.config.run import RunConfig
 from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.mixtures import idle_parameters
+from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import training_method
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
@@ -72,6 +74,8 @@ def count_parameters(
             trained += parameter.numel()
 
     idle = 0
+    if isinstance(model.spec, HostedSpec):
+        idle = idle_parameters(model.spec, base)
     mixture = model.spec.mixture
     if mixture is not None:
         experts = 0

@@ -114,14 +114,41 @@ PARTLY_FP32: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Kinds of which transformers keeps parameters in fp32 in a model of 16 bits."""
 
+PICTURE_TOKEN = 5
+"""What stands for a picture in a text of `gemma3`, four times; its pictures have 28 x 28 pixels."""
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def gemma3_config() -> PretrainedConfig:
+    """A Gemma 3 with its vision tower."""
+    text = {**_COMMON, "head_dim": 16, "sliding_window": 8}
+    return CONFIG_MAPPING["gemma3"](
+        text_config=text,
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=PICTURE_TOKEN,
+        boi_token_index=6,
+        eoi_token_index=7,
+    )
+
 
 def hosted_config(name: str) -> PretrainedConfig:
+    if name == "gemma3":
+        return gemma3_config()
     model_type, changes = (KINDS | PARTLY_FP32)[name]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **changes})
 
 
 def save_hosted(name: str, folder: Path) -> Path:
-    """Writes a base of `KINDS` or `PARTLY_FP32` to `folder`, with the tokenizer of stories260K."""
+    """Writes a base of `KINDS` or `PARTLY_FP32`, or `gemma3`, to `folder`, with the tokenizer of
+    stories260K."""
     random_model(hosted_config(name)).save_pretrained(folder)
     return copy_tokenizer(folder)
 

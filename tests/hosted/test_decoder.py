@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.errors import BaseModelError
-from pipeline.hosted.bases import open_base
+from pipeline.hosted.bases import computed_dtype, open_base
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import is_base
 from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
@@ -133,6 +133,13 @@ def test_parameters_that_transformers_keeps_in_fp32_are_refused_in_16_bits(base)
     with torch.no_grad():
         expected = by_transformers(folder)(tokens, use_cache=False).logits
     assert torch.equal(model.logits(tokens), expected)
+
+
+def test_a_base_in_16_bits_with_such_parameters_computes_in_fp32(base, monkeypatch):
+    for kind, dtype in (("granite", torch.bfloat16), ("ernie4_5_moe", torch.float32)):
+        folder = base(kind)
+        monkeypatch.setitem(folder.__dict__, "dtype", torch.bfloat16)
+        assert computed_dtype(folder) == dtype
 
 
 def test_gradients_of_a_scaled_output_are_those_of_autograd(base):

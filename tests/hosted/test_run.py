@@ -78,7 +78,6 @@ def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
         ({"method": {"name": "fft"}}, "method.name: expected scale or lora"),
         ({"method": {**ADAPT, "variant": "route"}}, "method.variant: expected preserve or adapt"),
         ({"method": {**ADAPT, "norm": "base"}}, "method.norm: expected separate"),
-        ({"base_precision": "nf4"}, "base_precision: expected bf16"),
         (
             {"recomputation_keeps": "attention", "activation_checkpointing": "all"},
             "recomputation_keeps",

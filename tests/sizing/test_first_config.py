@@ -129,7 +129,7 @@ def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):
     """Rows of every token that this small base has are little: the memory is counted as if not."""
     tried = []
 
-    def fitted(values, cluster):
+    def fitted(values, spec, cluster):
         tried.append("own_rows" in values["method"])
         if tried[-1]:
             raise LayoutError("memory: does not fit")

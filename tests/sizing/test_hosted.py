@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from pipeline.checks.dry_run import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
+from pipeline.errors import LayoutError
 from pipeline.hosted.bases import read_spec
 from pipeline.methods import build_model
 from pipeline.parallel.topology import SINGLE
@@ -120,6 +122,29 @@ def test_a_smaller_memory_takes_smaller_micro_batches(bases):
         config, _ = propose(FirstRun("first", bases["granite"], NEW, OLD), cluster)
         sizes.append(config.schedule.micro_batch_size)
     assert sizes[0] > sizes[1]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("granite", ""), ("ernie4_5_moe", "_fp32")])
+def test_a_base_with_parameters_in_fp32_gets_a_run_in_fp32(kind, precision, tmp_path):
+    base = save_hosted(kind, tmp_path / "base")
+    cluster = Cluster(1)
+    config, text = propose(FirstRun("first", base, NEW, OLD), cluster)
+    assert config.deepspeed.name == f"zero1{precision}.json"
+    assert ("transformers keeps model.layers.1.mlp.gate.weight so" in text) == bool(precision)
+    assert make_plan(config, cluster).faults == []
+    in_16_bits = config.model_copy(update={"deepspeed": config.deepspeed.with_name("zero1.json")})
+    faults = make_plan(in_16_bits, cluster).faults
+    expected = "deepspeed: expected fp32 .* keeps model.layers.1.mlp.gate.weight in fp32, found bf"
+    assert [bool(re.match(expected, fault)) for fault in faults] == [True] * bool(precision)
+
+
+def test_a_base_for_which_no_layout_is_small_enough_is_refused_for_its_memory(bases):
+    """After layers that are recomputed, of which a hosted base keeps nothing."""
+    cluster = Cluster(1, gpu_memory_gib=0.001)
+    with pytest.raises(
+        LayoutError, match=r"memory: this base does not fit on 1 GPUs of 0\.001 GiB"
+    ):
+        propose(FirstRun("first", bases["granite"], NEW, OLD), cluster)
 
 
 def test_the_commands_take_a_hosted_base(bases, tmp_path, monkeypatch):

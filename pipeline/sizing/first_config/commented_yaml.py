@@ -10,6 +10,7 @@ from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
 from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.first_config.method import inner_width
@@ -24,7 +25,6 @@ def as_yaml(
     values: dict[str, Any],
     comments: dict[str, str],
     learned: TextMeasure,
-    cluster: Cluster,
 ) -> str:
     """The settings as YAML, with comments above the sections.
 
@@ -32,7 +32,6 @@ def as_yaml(
         values: the settings.
         comments: comments by section, to which those of this function are added.
         learned: the texts.
-        cluster: the GPUs.
     """
     comments = comments | {
         "name": (
@@ -42,10 +41,6 @@ def as_yaml(
             "`scale-cpt config show`."
         ),
         "schedule": _schedule_comment(values, learned),
-        "deepspeed": (
-            f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
-            "GiB; `scale-cpt estimate` compares others."
-        ),
     }
     text = ""
     for key, value in values.items():
@@ -139,6 +134,18 @@ def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
         f"The base's widths grow: {grown}. The paper's grow by an eighth each,\n"
         "a small base's by what servers can split."
     )
+
+
+def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
+    comment = (
+        f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
+        "`scale-cpt estimate` compares others."
+    )
+    if isinstance(spec, HostedSpec):
+        name = parameter_kept_in_fp32(spec)
+        if name is not None:
+            comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
+    return comment
 
 
 def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.errors import LayoutError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
@@ -30,14 +32,41 @@ def fit_under_gate(
     without_rows = method_under_gate(spec, with_rows=False)
     if "vocabulary" not in values:
         try:
-            return fit_to_cluster(values | {"method": with_rows}, cluster)
+            return fit_to_cluster(values | {"method": with_rows}, spec, cluster)
         except LayoutError:
             # It is raised again below if the base does not fit without them either.
             pass
-    return fit_to_cluster(values | {"method": without_rows}, cluster)
+    return fit_to_cluster(values | {"method": without_rows}, spec, cluster)
 
 
-def fit_to_cluster(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
+def deepspeed_file(zero_stage: int, spec: DecoderSpec, cluster: Cluster) -> str:
+    """DeepSpeed's file for a ZeRO stage, in fp32 on CPUs and for a base that asks for it."""
+    is_in_fp32 = isinstance(spec, HostedSpec) and parameter_kept_in_fp32(spec) is not None
+    precision = "_fp32" if cluster.on_cpu or is_in_fp32 else ""
+    return f"ds_configs/zero{zero_stage}{precision}.json"
+
+
+def _layouts(spec: DecoderSpec, cluster: Cluster) -> list[dict[str, Any]]:
+    """Settings of layouts, from the least communication to the least memory.
+
+    Recomputation comes last, since it costs time: a fifth with products kept, half without.
+    """
+    layouts: list[dict[str, Any]] = [{"deepspeed": deepspeed_file(1, spec, cluster)}]
+    if cluster.on_cpu:
+        return layouts
+    sharded = {"deepspeed": deepspeed_file(3, spec, cluster)}
+    if not sharded["deepspeed"].endswith("_fp32.json"):
+        layouts.append({"deepspeed": deepspeed_file(2, spec, cluster)})  # there is none in fp32
+    recomputed = {**sharded, "activation_checkpointing": "all"}
+    layouts.append(sharded)
+    if spec.is_native:
+        layouts.append({**recomputed, "recomputation_keeps": "products"})
+    return [*layouts, recomputed]
+
+
+def fit_to_cluster(
+    values: dict[str, Any], spec: DecoderSpec, cluster: Cluster
+) -> tuple[RunConfig, dict[str, Any]]:
     """The settings with the first layout that fits, and its largest micro-batch.
 
     Returns:
@@ -48,7 +77,7 @@ def fit_to_cluster(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig,
         LayoutError: no layout fits.
     """
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
-    for layout in _layouts(cluster):
+    for layout in _layouts(spec, cluster):
         for micro_batch in _MICRO_BATCHES:
             if per_rank % micro_batch != 0:
                 continue
@@ -69,18 +98,3 @@ def fit_to_cluster(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig,
         "take more of them (--gpus, --gpu-memory-gib), or a tensor-parallel size that "
         "scale-cpt estimate recommends"
     )
-
-
-def _layouts(cluster: Cluster) -> list[dict[str, Any]]:
-    """Settings of layouts, from the least communication to the least memory."""
-    # No changes: ZeRO-1.
-    layouts: list[dict[str, Any]] = [{}]
-    if cluster.on_cpu:
-        return layouts
-    for stage in (2, 3):
-        layouts.append({"deepspeed": f"ds_configs/zero{stage}.json"})
-    # Recomputation comes last, since it costs time: a fifth with products kept, half without.
-    recomputed = {"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}
-    layouts.append({**recomputed, "recomputation_keeps": "products"})
-    layouts.append(recomputed)
-    return layouts

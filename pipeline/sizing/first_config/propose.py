@@ -17,11 +17,12 @@ from pipeline.sizing.first_config.commented_yaml import (
     data_comment,
     difference_comment,
     gate_comment,
+    layout_comment,
     may_be_a_difference,
     method_comment,
 )
 from pipeline.sizing.first_config.corpora import corpora_section
-from pipeline.sizing.first_config.fitting import fit_to_cluster, fit_under_gate
+from pipeline.sizing.first_config.fitting import deepspeed_file, fit_to_cluster, fit_under_gate
 from pipeline.sizing.first_config.method import has_no_gate, scale_method
 from pipeline.sizing.first_config.schedule import schedule_section, stages_section
 from pipeline.sizing.first_config.texts import measure, measure_chats
@@ -75,7 +76,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         "stages": stages,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
-        "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
+        "deepspeed": deepspeed_file(1, spec, cluster),
     }
     if not stages:
         del values["stages"]
@@ -93,7 +94,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         if spec.is_native:
             # A merged export needs it, and such a run is to be exported so.
             values["method"] |= {"norm": "base"}
-        config, values = fit_to_cluster(values, cluster)
+        config, values = fit_to_cluster(values, spec, cluster)
     comments = {
         "gate": gate_comment(spec),
         "data": data_comment(values, learned, known) + chats_comment(wanted, tokenizer),
@@ -106,7 +107,8 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     if may_be_a_difference(values, spec):
         base_parameters = parameters_of(config, spec).base
         comments["method"] += "\n" + difference_comment(base_parameters)
-    text = as_yaml(values | {"base": str(wanted.base)}, comments, learned, cluster)
+    comments["deepspeed"] = layout_comment(spec, cluster)
+    text = as_yaml(values | {"base": str(wanted.base)}, comments, learned)
     return config, with_pages_found(text)
 
 

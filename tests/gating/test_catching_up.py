@@ -211,6 +211,16 @@ def test_with_gradients_or_hidden_states_everything_is_computed():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["adapt", "lora"])
+def test_beside_a_server_s_cache_everything_is_computed_once(name):
+    """Continuous batching over paged FlashAttention gives no mask, and its cache as an option."""
+    model, (tokens, _) = gated(name, -30.0), prompts()
+    with expanded_tokens(model) as computed:
+        model(tokens[:1], use_cache=False, cache=object())
+    assert computed == [(1, tokens.shape[1])]
+
+
+@torch.no_grad()
 def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
     model, (tokens, _) = gated("adapt", -30.0), prompts()
     cache = model(tokens[:, :5]).past_key_values

@@ -337,7 +337,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
         may_wait = False
-        if tokens is not None and recorded is None:
+        # A server's own paged cache (`cache`, of continuous batching) has the heads of the whole
+        # model, and holds texts that end before these tokens or go on behind them. Where attention
+        # needs no mask (paged FlashAttention), nothing else tells that there is one.
+        has_servers_cache = "cache" in options
+        if tokens is not None and recorded is None and not has_servers_cache:
             may_wait = self._may_wait(attention_mask, past_key_values)
         inputs = PassInputs(
             tokens, attention_mask, position_ids, past_key_values, options, may_wait

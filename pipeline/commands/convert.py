@@ -73,7 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=get_args(Precision),
-        help="the type of the stored weights (default: the base's)",
+        help="the type of the stored weights (default: the base's; fp32 for an adapter, and with a "
+        "hosted base of which transformers keeps parameters in fp32)",
     )
     parser.add_argument(
         "--for",

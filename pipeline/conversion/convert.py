@@ -49,6 +49,7 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
+from pipeline.hosted.bases import computed_dtype, kept_in_fp32
 from pipeline.hub import source_of
 from pipeline.methods.own_tokens import frequent_tokens
 from pipeline.model.architecture import architecture_of
@@ -79,7 +80,8 @@ class Conversion:
         base: the folder of its base.
         output: the folder to write.
         format: what to write; `auto` is `merged` where that can express the model.
-        dtype: the type of the weights; None: the base's own.
+        dtype: the type of the weights; None: the base's own, but fp32 with a hosted base of which
+            transformers keeps parameters in fp32.
         gate: the folder of the run's gate; None: the export has none.
         vocabulary: the folder of the extended vocabulary; None: where it was in training.
         overwrite: whether anything at `output` may be replaced.
@@ -295,7 +297,8 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
     """Checks that each option has an effect in the format that is written.
 
     Raises:
-        ConversionError: an option has none, or that format cannot express the model.
+        ConversionError: an option has none, that format cannot express the model, or the base does
+            not run in the type that is asked for.
     """
     written = check_format(model, conversion.format)
     check_tp_size(model, written, conversion.tp_size)
@@ -309,6 +312,13 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
         raise ConversionError(
             f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
             f"found format {written} of method {model.settings.name}; leave them out"
+        )
+    name = kept_in_fp32(model.base.spec)
+    if name is not None and conversion.dtype not in (None, torch.float32):
+        raise ConversionError(
+            f"--dtype: expected fp32 with a hosted base (model_type {model.base.spec.family}), of "
+            f"which transformers keeps {name} in fp32, found {dtype_name(conversion.dtype)}; leave "
+            "--dtype out"
         )
 
 
@@ -355,7 +365,7 @@ def _write_export(
     dtype = conversion.dtype
     if dtype is None:
         # Adapters are trained and stored in fp32; a server casts them to the type of its base.
-        dtype = torch.float32 if is_adapter else model.base.dtype
+        dtype = torch.float32 if is_adapter else computed_dtype(model.base)
     export = choose_export(
         model,
         conversion.format,

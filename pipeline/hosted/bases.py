@@ -106,10 +106,8 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: it is hosted, and transformers keeps a parameter in fp32 in 16 bits.
     """
-    if not isinstance(spec, HostedSpec) or dtype.itemsize > 2:
-        return
-    name = parameter_kept_in_fp32(spec)
-    if name is not None:
+    name = kept_in_fp32(spec)
+    if name is not None and dtype.itemsize <= 2:
         found = str(dtype).removeprefix("torch.")
         raise ConfigError(
             f"deepspeed: expected fp32 with a hosted base (model_type {spec.family}), of which "
@@ -121,9 +119,17 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
 def computed_dtype(base: BaseFolder) -> torch.dtype:
     """The type in which the base computes outside training: the one that it was published in, but
     fp32 where transformers keeps a parameter of a hosted base in fp32."""
-    if isinstance(base.spec, HostedSpec) and parameter_kept_in_fp32(base.spec) is not None:
+    if kept_in_fp32(base.spec) is not None:
         return torch.float32
     return base.dtype
+
+
+def kept_in_fp32(spec: DecoderSpec) -> str | None:
+    """The first parameter of a hosted base that transformers keeps in fp32 in a model of 16 bits;
+    None: there is none, as in every native base."""
+    if not isinstance(spec, HostedSpec):
+        return None
+    return parameter_kept_in_fp32(spec)
 
 
 @torch.no_grad()
@@ -133,11 +139,11 @@ def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
     Every rank loads the whole base into its host's memory for this moment.
 
     Raises:
-        BaseModelError: transformers keeps a parameter in another dtype than the model's.
+        BaseModelError: transformers keeps a parameter in a wider dtype than the model's.
     """
     whole = base.whole(model.dtype)
     values = dict(whole.named_parameters())
-    _check_one_dtype(values, model.dtype, base)
+    _check_no_wider_dtype(values, model.dtype, base)
     for name, parameter in model.base.named_parameters():
         quantization = quantization_of(parameter)
         if quantization is None:
@@ -153,18 +159,20 @@ def _load_hosted_base(model: HostedDecoder, base: HostedFolder) -> None:
         module._buffers[leaf] = buffer.to(model.device)
 
 
-def _check_one_dtype(values: Mapping[str, Tensor], dtype: torch.dtype, base: HostedFolder) -> None:
-    """Checks that all parameters have the model's dtype.
+def _check_no_wider_dtype(
+    values: Mapping[str, Tensor], dtype: torch.dtype, base: HostedFolder
+) -> None:
+    """Checks that no parameter has a wider dtype than the model.
 
     Of some types transformers keeps parameters in fp32 in a model of 16 bits (routers, sinks), and
     its code computes with them in fp32. DeepSpeed casts every parameter, so that the base would be
-    another one.
+    another one. In a model of 64 bits, with which an export is verified, they may stay in fp32.
 
     Raises:
-        BaseModelError: a parameter has another dtype.
+        BaseModelError: a parameter has a wider dtype.
     """
     for name, value in values.items():
-        if value.dtype != dtype:
+        if value.dtype.itemsize > dtype.itemsize:
             expected = str(dtype).removeprefix("torch.")
             found = str(value.dtype).removeprefix("torch.")
             raise BaseModelError(

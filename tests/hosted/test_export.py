@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate
+from tests.bases import copy_tokenizer, random_model
 from tests.distributed import run_ranks
 from tests.gating.gates import gate_record, random_gate
-from tests.hosted.bases import by_transformers, opened, save_hosted
+from tests.hosted.bases import by_transformers, hosted_config, opened, save_hosted
 from tests.hosted.test_gate import ADAPT
 from tests.training.runs import in_turn, make_run, train, write_config
 from tests.widened import some_tokens
@@ -254,3 +256,34 @@ def test_an_expansion_starts_another_run(runs, tokens, tmp_path):
         init_expansion=str(tmp_path / "x"),
     )
     assert run_ranks(train, 1, path) == [0]
+
+
+@pytest.mark.full
+def test_a_base_with_parameters_in_fp32_beside_16_bits_is_exported_in_fp32(tokens, tmp_path):
+    """Published in bf16, as its type mostly is."""
+    wanted = hosted_config("ernie4_5_moe")
+    wanted.moe_intermediate_size = 24  # products in bf16 take rows of multiples of 16 bytes
+    base = random_model(wanted).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    copy_tokenizer(tmp_path / "base")
+    path = make_run(
+        tmp_path / "run",
+        tokens,
+        zero=1,
+        base=str(tmp_path / "base"),
+        method=ADAPT,
+        schedule__steps=2,
+    )
+    assert run_ranks(train, 1, path) == [0]
+    config = load_config(path)
+    request = Conversion(newest_checkpoint(config), config.base, tmp_path / "x")
+    message = (
+        r"--dtype: expected fp32 .*mlp\.gate\.weight in fp32, found bfloat16; leave --dtype out"
+    )
+    with pytest.raises(ConversionError, match=message) as refused:
+        convert(replace(request, dtype=torch.bfloat16), probe_maker({}))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "x").exists()
+    assert convert(request, probe_maker({}))
+    report = json.loads((tmp_path / "x/verification.json").read_text())
+    assert report["dtype"] == "float32"

@@ -9,8 +9,8 @@ import yaml
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
+from pipeline.hosted.bases import kept_in_fp32
 from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.transformers_model import parameter_kept_in_fp32
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.first_config.method import inner_width
@@ -141,10 +141,9 @@ def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
         f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
         "`scale-cpt estimate` compares others."
     )
-    if isinstance(spec, HostedSpec):
-        name = parameter_kept_in_fp32(spec)
-        if name is not None:
-            comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
+    name = kept_in_fp32(spec)
+    if name is not None:
+        comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
     return comment
 
 

@@ -7,14 +7,15 @@ The models are a Llama with random weights, and what its expansion by an eighth 
 proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two
 streams, without a gate, with one that never opens and with one that opens at once, by its score
 (`gate open`: the prompt is computed a second time) or by an id of the prompt that is open by
-definition (`open by id`: once), as in new languages most prompts have one; and four expansions by an eighth beside each other, none or one of which opens; without any width, what open
-tokens have of their own: rows, gains and differences of rank 16; and a packed difference of all
-weights in 4 bits, which is added once, or each time that a layer runs. They take turns in one
-process, and the fastest turn of each counts, by the clock and by processor time: the second holds on
-a machine that other processes share. The scale
-format's models have the base's own matrices, in one memory: the same product takes up to a fifth
-longer where the weights lie on other pages. A turn generates --new-tokens tokens after
---prompt-tokens, for each of --batch texts. In a batch, the gate also opens for one of them alone.
+definition (`open by id`: once), as in new languages most prompts have one; and four expansions by
+an eighth beside each other, none or one of which opens; without any width, what open tokens have of
+their own: rows, gains and differences of rank 16; and a packed difference of all weights in 4 bits,
+which is added once, or each time that a layer runs. They take turns in one process, and the fastest
+turn of each counts, by the clock and by processor time: the second holds on a machine that other
+processes share. The scale format's models have the base's own matrices, in one memory: the same
+product takes up to a fifth longer where the weights lie on other pages. A turn generates
+--new-tokens tokens after --prompt-tokens, for each of --batch texts. In a batch, the gate also
+opens for one of them alone.
 """
 
 from __future__ import annotations

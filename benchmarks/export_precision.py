@@ -35,6 +35,9 @@ TOLERANCE = 0.01
 REFERENCE = "fp32"
 WEIGHTS = (REFERENCE, "bf16", "int8")
 LARGEST_INT8 = 127
+OUTPUTS = ("lm_head", "embed_out")
+"""What transformers calls the output projection, GPT-NeoX the latter. In a hosted export and in a
+difference it is the base's: `base.lm_head`."""
 
 
 class Scored(NamedTuple):
@@ -58,10 +61,11 @@ def round_to_int8(model: nn.Module) -> None:
     """Rounds the weights of the linear maps to 8 bits, with a scale for each row; not those of the
     output projection.
     """
-    output = getattr(model, "lm_head", None)
     rounded: set[Tensor] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or module is output or module.weight in rounded:
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module.weight in rounded:
+            continue
+        if name.rpartition(".")[2] in OUTPUTS:
             continue
         # Several expansions share the base's weights.
         rounded.add(module.weight)

@@ -30,12 +30,16 @@ def test_each_row_is_rounded_by_its_own_scale():
     assert not torch.equal(layer.weight, before)
 
 
-def test_the_output_projection_stays_as_it_is():
+@pytest.mark.parametrize("name", ["lm_head", "embed_out"])
+def test_the_output_projection_stays_as_it_is(name):
     model = nn.Module()
-    model.lm_head = nn.Linear(16, 3, bias=False)
-    before = model.lm_head.weight.detach().clone()
-    export_precision.round_to_int8(model)
-    assert torch.equal(model.lm_head.weight, before)
+    model.add_module(name, nn.Linear(16, 3, bias=False))
+    export = nn.Module()
+    export.base = model
+    before = model.get_submodule(name).weight.detach().clone()
+    for whole in (model, export):
+        export_precision.round_to_int8(whole)
+        assert torch.equal(model.get_submodule(name).weight, before)
 
 
 def test_ids_that_are_open_count_as_open():

@@ -26,8 +26,7 @@ _LOW_RANK = 8
 """Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
 _RANK_SHARE = 1 / 8
 """Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
-does not depend on the width, and adapters have 15 to 19 % of the parameters of Llama 1B, 8B and 70B.
-"""
+does not depend on the width. Adapters have 15 to 19 % of the parameters of Llama 1B, 8B and 70B."""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
 

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, counted on the graph that autograd builds; a device's peak; MFU.
+"""The FLOPs of a training step, and of a token served, counted on the meta device.
 
 The model runs forward and backward on the meta device, without computing anything. So frozen parts
 and paths without gradients count for what they really cost under every method, without a formula

@@ -19,8 +19,9 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
-from pipeline.scale.plan import plan_expansion
+from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.first_config.commented_yaml import method_comment
 from pipeline.sizing.first_config.method import method_under_gate, scale_method
 from pipeline.sizing.first_config.propose import propose
 from pipeline.sizing.first_config.texts import measure
@@ -123,6 +124,23 @@ def test_under_a_gate_a_dense_base_gets_low_rank_differences_and_a_mixture_an_ex
     method = method_under_gate(mixture, with_rows=False)
     assert "low_rank" not in method and "own_rows" not in method and method["own_gains"]
     assert (method["variant"], method["l_fp"], method["norm"]) == ("adapt", 0, "base")
+
+
+def test_no_rank_is_above_that_of_the_narrowest_map_and_twice_the_rank_is_named_where_it_fits():
+    """Large bases have narrow keys and values: eight heads of 128 in a Llama 405B."""
+    spec = read_spec(ROOT / "configs" / "bases" / "llama-3.1-70b.json")
+    values = {"method": method_under_gate(spec, with_rows=False), "gate": {}}
+    assert values["method"]["rank"] == 1024
+    assert "twice the rank" not in method_comment(values, spec)
+    large = replace(spec, widths=replace(spec.widths, hidden_size=16384, num_attention_heads=128))
+    assert method_under_gate(large, with_rows=False)["rank"] == 1024
+    narrow = replace(spec, widths=Widths(16, 40, 4, 1), head_dim=4)
+    assert method_under_gate(narrow, with_rows=False)["rank"] == 4
+
+    spec = read_spec(ROOT / "configs" / "bases" / "llama-3.1-8b.json")
+    values = {"method": method_under_gate(spec, with_rows=False), "gate": {}}
+    comment = method_comment(values, spec)
+    assert "of rank 512, for a hidden size of 4096" in comment and "twice the rank" in comment
 
 
 def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):

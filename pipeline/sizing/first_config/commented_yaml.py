@@ -13,7 +13,8 @@ from pipeline.hosted.bases import kept_in_fp32
 from pipeline.hosted.spec import HostedSpec
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
-from pipeline.sizing.first_config.method import inner_width
+from pipeline.sizing.first_config.method import inner_width, narrowest_map
+from pipeline.sizing.first_config.schedule import MUON_RATE_FACTOR
 from pipeline.sizing.first_config.texts import TextMeasure
 from pipeline.sizing.first_config.wanted import FirstRun
 
@@ -35,8 +36,7 @@ def as_yaml(
     """
     comments = comments | {
         "name": (
-            "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
-            "start from.\n"
+            "Written by `scale-cpt config init`: a place to start from.\n"
             "Every setting is explained in docs/configuration.md; see what this file says with "
             "`scale-cpt config show`."
         ),
@@ -76,7 +76,7 @@ def gate_comment(spec: DecoderSpec) -> str:
 def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     method = values["method"]
     if method["name"] == "lora":
-        return _low_rank_comment(method)
+        return _low_rank_comment(method, spec)
     comment = _widths_comment(method, spec)
     l_fp = method["l_fp"]
     if "gate" not in values:
@@ -102,15 +102,19 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     )
 
 
-def _low_rank_comment(method: dict[str, Any]) -> str:
+def _low_rank_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
     own = [name for name in ("own_rows", "own_gains") if name in method]
+    rank = method["rank"]
+    more = ""
+    if 2 * rank <= narrowest_map(spec):
+        more = "With twice the rank more is learned. "
     return (
-        "Every linear map gets a low-rank difference, its rank an eighth of the hidden size.\n"
+        f"Every linear map gets a low-rank difference: of rank {rank}, for a hidden size of "
+        f"{spec.widths.hidden_size}.\n"
         "Tokens read it, and "
         f"weights of their own beside it ({', '.join(own)}), where the gate opens (docs/gate.md).\n"
         "The layers below the gate run twice. The export of such a run has the format scale.\n"
-        "With twice the rank more is learned; method {name: scale, ...} widens the base instead "
-        "(docs/method.md)."
+        f"{more}method: {{name: scale, ...}} widens the base instead (docs/method.md)."
     )
 
 
@@ -214,5 +218,5 @@ def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:
         "times the square root of 2048 / this one"
     )
     if schedule.get("optimizer") == "muon":
-        comment += ", times 2 for Muon (docs/methods.md#the-optimizer)"
+        comment += f", times {MUON_RATE_FACTOR} for Muon (docs/methods.md#the-optimizer)"
     return comment + ": also try half and twice."

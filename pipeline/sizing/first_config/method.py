@@ -1,4 +1,4 @@
-"""The section `method` of a first configuration: the paper's proportions on another base."""
+"""The section `method` of a first configuration: an expansion, or LoRA under a gate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _LOW_RANK = 8
 """Rank of open tokens' low-rank differences beside an expansion (studies/LOG.md)."""
 _RANK_SHARE = 1 / 8
 """Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
-does not depend on the width, and about a quarter of the base's parameters train, as by `_WIDER_BY`.
-"""
+does not depend on the width. Adapters have 15 to 19 % of the parameters of Llama 1B, 8B and 70B."""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
 
@@ -73,7 +72,8 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     if with_rows:
         own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
     if spec.mixture is None:
-        rank = _multiple(_RANK_SHARE * spec.widths.hidden_size)
+        # No rank may be above that of a map. Large bases have few key/value heads.
+        rank = min(_multiple(_RANK_SHARE * spec.widths.hidden_size), narrowest_map(spec))
         return {"name": "lora", "rank": rank, **own}
     return {
         **scale_method(spec),
@@ -111,6 +111,13 @@ def has_no_gate(spec: DecoderSpec) -> bool:
     if not isinstance(spec, HostedSpec):
         return False
     return not spec.structure.has_one_stream or spec.num_layers == 1
+
+
+def narrowest_map(spec: DecoderSpec) -> int:
+    """The narrower side of the narrowest linear map of a dense native base."""
+    base = spec.widths
+    key_value_width = base.num_key_value_heads * spec.head_dim
+    return min(base.hidden_size, key_value_width, inner_width(spec))
 
 
 def inner_width(spec: DecoderSpec) -> int:

@@ -1,4 +1,4 @@
-"""A first configuration for a base and texts: sizes that fit both, in the paper's proportions."""
+"""A first configuration for a base and texts: a method, and sizes that fit both."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
 
 _PAPER_HIDDEN_SIZE = 2048
 _PAPER_RATE = 1e-3
-_MUON_RATE_FACTOR = 2
+MUON_RATE_FACTOR = 2
 """By Muon the best rates were 2 to 5 times the rule's, on two bases (docs/results/frontier.md)."""
 _LONGEST = 8192
 _SHORTEST = 64
@@ -83,7 +83,7 @@ def schedule_section(
         "micro_batch_size": 1,
     }
     if by_muon:
-        rate *= _MUON_RATE_FACTOR
+        rate *= MUON_RATE_FACTOR
         schedule["optimizer"] = "muon"
     schedule["learning_rate"] = float(f"{rate:.1e}")
     return schedule, length

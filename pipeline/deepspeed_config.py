@@ -219,9 +219,17 @@ def accumulation_steps(schedule: Schedule, dp_size: int, *, setting: str = "sche
         raise LayoutError(
             f"{setting}.global_batch_size: {batch_size} does not divide by micro_batch_size "
             f"{schedule.micro_batch_size} x {dp_size} data-parallel ranks = {at_once}; nearest "
-            f"that do: {nearest}"
+            f"that do: {nearest}{_smaller_micro_batch(schedule, dp_size)}"
         )
     return batch_size // at_once
+
+
+def _smaller_micro_batch(schedule: Schedule, dp_size: int) -> str:
+    """The largest smaller micro-batch with which the global batch divides, as an alternative."""
+    for size in range(schedule.micro_batch_size - 1, 0, -1):
+        if schedule.global_batch_size % (size * dp_size) == 0:
+            return f"; or set micro_batch_size to {size}"
+    return ""
 
 
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:

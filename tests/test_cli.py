@@ -101,7 +101,13 @@ def test_a_script_starts_workers(tmp_path):
             ("tokenize", "--set", "seed=7"),
             "error: --set changes a run; name its YAML file or its folder\n",
         ),
-        (("evalute",), "usage: scale-cpt"),
+        (("evalute",), "error: scale-cpt: argument COMMAND: invalid choice: 'evalute' "),
+        (
+            ("convert", "run.yaml", "--formt", "merged"),
+            "error: scale-cpt convert: unknown argument: --formt (did you mean --format?); "
+            "see scale-cpt convert --help\n",
+        ),
+        (("convert", "--format", "plain"), "error: scale-cpt convert: argument --format: invalid"),
         (
             ("study", "a.yaml"),
             "error: scale-cpt study is now a command of the project's checkout: "
@@ -116,6 +122,7 @@ def test_a_script_starts_workers(tmp_path):
 def test_a_command_that_cannot_be_is_refused(words, said):
     done = scale_cpt(*words)
     assert done.returncode == CONFIG_ERROR and done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_effective_configuration_is_shown(tmp_path):

@@ -181,8 +181,12 @@ def test_accumulation_makes_the_global_batch_or_names_sizes_that_do(batch, micro
             schedule(global_batch_size=batch, micro_batch_size=micro), dp_size
         )
     except LayoutError as error:
-        nearest = [int(size) for size in str(error).rsplit(": ", 1)[1].split(", ")]
+        sizes, _, smaller = str(error).rsplit(": ", 1)[1].partition("; or set micro_batch_size to ")
+        nearest = [int(size) for size in sizes.split(", ")]
         assert batch % (micro * dp_size)
+        assert bool(smaller) == (batch % dp_size == 0)
+        if smaller:
+            assert int(smaller) < micro and batch % (int(smaller) * dp_size) == 0
         assert all(
             size % (micro * dp_size) == 0 and abs(size - batch) < micro * dp_size
             for size in nearest

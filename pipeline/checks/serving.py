@@ -24,7 +24,7 @@ def describe_serving(
     spec: DecoderSpec,
     refused: Mapping[Exported, str | None],
 ) -> str:
-    """Whether the run's export can be served by _SERVED_TP GPUs.
+    """What runs the export of a run: for a merged one, whether _SERVED_TP GPUs can serve it.
 
     refused: by format, why it cannot express the model; None where it can.
     """
@@ -32,19 +32,15 @@ def describe_serving(
     if format == "merged":
         added = None if expansion is None else expansion.expansion
         return describe_splitting(added, spec, _SERVED_TP)
+    not_merged = f"a merged export, for any server, is not possible: {refused['merged']}"
     if refused[format] is not None:
-        reason = f"format {format} is not possible: {refused[format]}"
-    elif format == "difference":
-        reason = "vLLM does not run format difference (transformers does)"
-    else:
-        not_run = _not_run_by_vllm(gate, expansion, spec)
-        reason = "vLLM runs format scale on one rank"
-        if not_run is not None:
-            reason = f"vLLM does not run format scale with {not_run} (transformers does)"
-    return (
-        f"CANNOT BE SERVED AT TP {_SERVED_TP}: {reason}, and a merged export is not possible: "
-        f"{refused['merged']}"
-    )
+        return f"CANNOT BE SERVED: format {format} is not possible: {refused[format]}; {not_merged}"
+    if format == "difference":
+        return f"transformers runs format difference, vLLM does not; {not_merged}"
+    not_run = _not_run_by_vllm(gate, expansion, spec)
+    if not_run is None:
+        return f"transformers and, on one rank, vLLM run format scale; {not_merged}"
+    return f"transformers runs format scale, vLLM does not: it has {not_run}; {not_merged}"
 
 
 def _not_run_by_vllm(

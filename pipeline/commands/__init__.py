@@ -7,11 +7,14 @@ A command's module has a docstring, which is its help, `add_options(parser)`, an
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any, NoReturn
 
 from pipeline import __version__
+from pipeline.errors import CONFIG_ERROR, nearest
 from pipeline.installation import with_pages_found
 
 PROGRAM = "scale-cpt"
@@ -47,6 +50,25 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line: what is wrong, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(CONFIG_ERROR, f"error: {self.prog}: {message}; see {self.prog} --help\n")
+
+    # The parser of a command refuses what it does not know itself. argparse would leave it to the
+    # parser of scale-cpt, which knows no command's options.
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = re.findall(r"--[a-z][a-z-]*", self.format_help())
+            self.error(f"unknown argument: {unknown[0]}{nearest(name, options)}")
+        return parsed, unknown
+
+
 def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """The parser of `scale-cpt`.
 
@@ -54,7 +76,7 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
         with_options: The commands that are imported and get their options. The others are only
             listed.
     """
-    parser = argparse.ArgumentParser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
+    parser = _Parser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     wanted = set(with_options)

@@ -186,6 +186,12 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         sources = {path.name: [str(path)] for path in arguments.text}
         keys = {}
     if arguments.without_gate:
+        if conversion.gate is not None:
+            _logger.warning(
+                "without its gate the model uses what was trained on every token, so old text "
+                "changes too; scale-cpt evaluate --model with --data measures how much "
+                "(docs/self_generated.md)"
+            )
         conversion = replace(conversion, gate=None)
     # Only a difference is packed, and it has a gate: other exports do not read the run's tokens.
     packing = FOUR_BITS

@@ -6,6 +6,7 @@ means the same.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,17 @@ from pipeline.training.muon import Muon, moments_of
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a record of DeepSpeed's is more than that it does not know an optimizer.
+
+    It warns of each optimizer that is not its own, such as Muon, and says nothing a user could do.
+    """
+    return "untested optimizer" not in record.getMessage()
+
+
+logging.getLogger("DeepSpeed").addFilter(_is_of_use)
 
 
 def init_distributed(backend: str, timeout: timedelta) -> None:

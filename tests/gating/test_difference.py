@@ -107,6 +107,7 @@ def test_without_its_gate_it_is_exported_without_the_tokens_of_the_run(run, tmp_
     gone = ["--set", f"data.folder={tmp_path / 'gone'}"]
     done = scale_cpt("convert", run, "--without-gate", "--output", tmp_path / "hf", *gone)
     assert done.returncode == 0, done.stderr
+    assert "without its gate the model uses what was trained on every token" in done.stderr
     made = json.loads((tmp_path / "hf" / "conversion.json").read_text())
     assert made["written_format"] == "merged"
     done = scale_cpt("convert", run, "--without-gate", "--bits", "8", *gone)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import is_layer_matrix
+from pipeline.training import deepspeed_internals  # noqa: F401  # it sets the filter
 from pipeline.training.muon import orthogonalised
 from tests.training.runs import make_run
 
@@ -71,3 +73,14 @@ def test_what_cannot_be_put_together_is_refused_by_name(tokens, tmp_path, settin
         ConfigError, match=r"schedule\.optimizer: expected adamw, found muon with .*" + min(setting)
     ):
         begin(load_config(config), 2, "train")
+
+
+def test_deepspeed_does_not_warn_of_an_optimizer_that_the_project_tests():
+    logger = logging.getLogger("DeepSpeed")
+    kept = ["proceed with caution: a lock is held"]
+    found = [
+        message
+        for message in ("You are using ZeRO with an untested optimizer", *kept)
+        if logger.filter(logging.makeLogRecord({"msg": message}))
+    ]
+    assert found == kept

@@ -36,9 +36,9 @@ def as_yaml(
     """
     comments = comments | {
         "name": (
-            "Written by `scale-cpt config init`: a place to start from.\n"
-            "Every setting is explained in docs/configuration.md; see what this file says with "
-            "`scale-cpt config show`."
+            "Written by `scale-cpt config init`, to begin with and to edit.\n"
+            "docs/configuration.md explains every setting; `scale-cpt config show` with this file "
+            "prints all, with\nthe defaults of those that are not here."
         ),
         "schedule": _schedule_comment(values, learned),
     }
@@ -103,18 +103,27 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
 
 
 def _low_rank_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
-    own = [name for name in ("own_rows", "own_gains") if name in method]
     rank = method["rank"]
     more = ""
     if 2 * rank <= narrowest_map(spec):
-        more = "With twice the rank more is learned. "
+        more = " With twice the rank more is learned."
+    trained = "a trained difference of each norm's gains (own_gains)"
+    if "own_rows" in method:
+        trained += (
+            ",\nand one of the embedding and output rows of every token that the new text has "
+            "min_count times or more (own_rows)"
+        )
     return (
-        f"Every linear map gets a low-rank difference: of rank {rank}, for a hidden size of "
-        f"{spec.widths.hidden_size}.\n"
-        "Tokens read it, and "
-        f"weights of their own beside it ({', '.join(own)}), where the gate opens (docs/gate.md).\n"
-        "The layers below the gate run twice. The export of such a run has the format scale.\n"
-        f"{more}method: {{name: scale, ...}} widens the base instead (docs/method.md)."
+        f"LoRA on every linear map, of rank {rank} for a hidden size of "
+        f"{spec.widths.hidden_size}.{more}\n"
+        f"Beside it there is {trained}.\n"
+        "Only tokens for which the gate is open use any of these; the others get the frozen base "
+        "(docs/gate.md).\n"
+        "Of a text that opens the gate, the layers below the gate are computed twice, with and "
+        "without them.\n"
+        "The export has the format scale, which transformers loads with the code in its folder "
+        "(docs/serving.md).\n"
+        "To widen the base instead: method {name: scale, ...} (docs/method.md)."
     )
 
 
@@ -161,22 +170,27 @@ def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
 def difference_comment(base_parameters: int) -> str:
     state = base_parameters * _MUON_STATE_BYTES / GIB
     return (
-        "Full fine-tuning by Muon with the same gate learns more, where its training state of "
-        f"{state:,.3g} GiB over all\nranks fits: method {{name: fft}}, schedule.optimizer muon, "
-        "then scale-cpt convert --format difference\n(docs/gate.md#the-full-difference)."
+        "Full fine-tuning by Muon with the same gate learns more, if there is memory for its "
+        f"training state,\n{state:,.3g} GiB over all ranks: method {{name: fft}}, "
+        "schedule.optimizer muon, then\nscale-cpt convert --format difference "
+        "(docs/gate.md#the-full-difference)."
     )
 
 
 def data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasure) -> str:
-    purpose = "it keeps the model near the base"
+    purpose = "Training on it keeps the model near the base"
     if values["data"].get("self_generated_fraction") == 0:
-        purpose = "the gate learns from it where to stay closed"
+        purpose = (
+            "The gate learns from it where to stay closed; no training\nstep reads it "
+            "(self_generated_fraction: 0)"
+        )
     return (
-        f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it "
-        "takes many, `scale-cpt vocabulary` adds tokens).\n"
-        f"old: about {known.tokens:,}; only its held-out part is read, to measure what is "
-        "forgotten.\n"
-        f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
+        f"new: about {learned.tokens:,} tokens, {learned.tokens_per_byte:.2f} a byte "
+        f"(old: {known.tokens_per_byte:.2f}). If new takes many more than old,\n"
+        "`scale-cpt vocabulary` adds tokens for it (docs/vocabulary.md).\n"
+        f"old: about {known.tokens:,} tokens. Only its held-out part is read, to measure what is "
+        "forgotten; to train on\nthe rest, set data.replay_fraction.\n"
+        f"self_generated: text that the base writes. {purpose} (docs/self_generated.md)."
     )
 
 
@@ -214,9 +228,11 @@ def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:
     tokens = sequences * values["data"]["sequence_length"]
     comment = (
         f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. "
-        "The rate is the paper's for a hidden size of 2048,\n"
-        "times the square root of 2048 / this one"
+        "Batch sizes count sequences; global_batch_size has\n"
+        "to be a multiple of micro_batch_size times the data-parallel ranks.\n"
+        "The rate is the paper's for a hidden size of 2048, times the square root of 2048 / "
+        "this one"
     )
     if schedule.get("optimizer") == "muon":
-        comment += f", times {MUON_RATE_FACTOR} for Muon (docs/methods.md#the-optimizer)"
-    return comment + ": also try half and twice."
+        comment += f",\ntimes {MUON_RATE_FACTOR} for Muon (docs/methods.md#the-optimizer)"
+    return comment + ". Also try half and twice."

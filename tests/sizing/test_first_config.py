@@ -43,7 +43,7 @@ def test_it_names_the_full_difference_and_its_state_where_a_run_may_leave_so():
     wanted = FirstRun("first", STORIES, NEW, OLD)
     _, text = propose(wanted, Cluster(1))
     gib = 260_032 * 12 / 2**30  # 12 bytes of state for each of the base's parameters
-    assert f"training state of {gib:.3g} GiB" in text
+    assert f"{gib:.3g} GiB over all ranks" in text
     assert "--format difference" in text
     _, text = propose(replace(wanted, gated=False), Cluster(1))
     assert "difference" not in text
@@ -140,7 +140,7 @@ def test_no_rank_is_above_that_of_the_narrowest_map_and_twice_the_rank_is_named_
     spec = read_spec(ROOT / "configs" / "bases" / "llama-3.1-8b.json")
     values = {"method": method_under_gate(spec, with_rows=False), "gate": {}}
     comment = method_comment(values, spec)
-    assert "of rank 512, for a hidden size of 4096" in comment and "twice the rank" in comment
+    assert "of rank 512 for a hidden size of 4096" in comment and "twice the rank" in comment
 
 
 def test_a_memory_without_room_for_own_rows_leaves_them_out(monkeypatch):

@@ -122,7 +122,7 @@ def test_under_a_gate_a_dense_base_gets_low_rank_differences_and_a_mixture_an_ex
     assert method_under_gate(llama, with_rows=True) == {"name": "lora", "rank": 256, **own}
     mixture = read_spec(bases / "qwen3-moe-96m.json")
     method = method_under_gate(mixture, with_rows=False)
-    assert "low_rank" not in method and "own_rows" not in method and method["own_gains"]
+    assert method["low_rank"] == 8 and "own_rows" not in method and method["own_gains"]
     assert (method["variant"], method["l_fp"], method["norm"]) == ("adapt", 0, "base")
 
 

@@ -81,6 +81,7 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
         "collaborative_modules": "both",
         "norm": "base",
         **own,
+        "low_rank": min(_LOW_RANK, narrowest_map(spec)),
     }
 
 

@@ -254,6 +254,5 @@ def test_the_command_line(models, tmp_path):
 def test_the_old_name_of_a_format_is_told_the_new_one():
     done = scale_cpt("convert", "configs/demo.yaml", "--format", "stock")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(
-        "--format: expected merged, which stock is called now, found stock"
-    )
+    (line,) = done.stderr.splitlines()
+    assert "--format: expected merged, which stock is called now, found stock" in line

@@ -42,7 +42,7 @@ def test_the_stages_of_a_run_on_a_base_that_no_family_of_ours_reads(granite, tok
     )
     plan = make_plan(load_config(path), Cluster(gpus=2, gpus_per_node=2))
     assert plan.faults == []
-    assert "vLLM does not run format scale with a hosted base" in dict(plan.rows)["serving"]
+    assert "vLLM does not: it has a hosted base" in dict(plan.rows)["serving"]
     assert dict(plan.rows)["batch"] == "256 tokens a step, 2 micro-batches a rank"
     for stage in ("sample", "upscale"):
         done = scale_cpt(stage, path)

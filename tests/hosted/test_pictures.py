@@ -6,55 +6,24 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForImageTextToText,
-    Gemma3ForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, Gemma3ForConditionalGeneration
 
 from pipeline.conversion.hosted_export import _media_token_ids, _sizes, _structure
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hosted.bases import open_base
 from tests.bases import copy_tokenizer
-from tests.hosted.bases import hosted
+from tests.hosted.bases import PICTURE_TOKEN, gemma3_config, hosted
 
 pytestmark = pytest.mark.full
 
-IMAGE = 5
-PROMPT = [IMAGE] * 4 + [40, 41, 42, 43]
+PROMPT = [PICTURE_TOKEN] * 4 + [40, 41, 42, 43]
 
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory):
     """A small Gemma 3 with its vision tower; a picture is four tokens."""
-    text = {
-        "vocab_size": 600,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "sliding_window": 8,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = CONFIG_MAPPING["gemma3"](
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=IMAGE,
-        boi_token_index=6,
-        eoi_token_index=7,
-    )
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
+    model = Gemma3ForConditionalGeneration(gemma3_config()).eval()
     folder = tmp_path_factory.mktemp("bases") / "gemma3"
     model.save_pretrained(folder)
     return open_base(copy_tokenizer(folder)), model
@@ -87,7 +56,7 @@ def _logits(model, **options):
     torch.manual_seed(1)
     picture = torch.randn(1, 3, 28, 28)
     tokens = torch.tensor([PROMPT])
-    types = (tokens == IMAGE).long()
+    types = (tokens == PICTURE_TOKEN).long()
     return model(
         input_ids=tokens, pixel_values=picture, token_type_ids=types, use_cache=False, **options
     )

@@ -68,9 +68,7 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     """
     if isinstance(spec, HostedSpec):
         return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
-    own: dict[str, Any] = {"own_gains": True}
-    if with_rows:
-        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    own = _rows_and_gains(with_rows=with_rows)
     if spec.mixture is None:
         # No rank may be above that of a map. Large bases have few key/value heads.
         rank = min(_multiple(_RANK_SHARE * spec.widths.hidden_size), narrowest_map(spec))
@@ -94,9 +92,7 @@ def _hosted_with_own_weights(
     """
     l_fp = min(GATE_LAYER, spec.num_layers - 1)
     gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
-    own: dict[str, Any] = {"own_gains": True, "low_rank": _LOW_RANK}
-    if with_rows:
-        own = {"own_rows": {"min_count": OwnRows().min_count}, **own}
+    own = {**_rows_and_gains(with_rows=with_rows), "low_rank": _LOW_RANK}
     for name, value in own.items():
         one_more = {**gated, name: value}
         try:
@@ -107,6 +103,15 @@ def _hosted_with_own_weights(
     return gated
 
 
+def _rows_and_gains(*, with_rows: bool) -> dict[str, Any]:
+    """The settings of own gains, and of own rows before them if they are wanted."""
+    own: dict[str, Any] = {}
+    if with_rows:
+        own["own_rows"] = {"min_count": OwnRows().min_count}
+    own["own_gains"] = True
+    return own
+
+
 def has_no_gate(spec: DecoderSpec) -> bool:
     """Whether no gate is possible: a hosted base with several residual streams, or one layer."""
     if not isinstance(spec, HostedSpec):
@@ -115,7 +120,7 @@ def has_no_gate(spec: DecoderSpec) -> bool:
 
 
 def narrowest_map(spec: DecoderSpec) -> int:
-    """The narrower side of the narrowest linear map of a dense native base."""
+    """The narrower side of a native base's narrowest linear map, experts and routers apart."""
     base = spec.widths
     key_value_width = base.num_key_value_heads * spec.head_dim
     return min(base.hidden_size, key_value_width, inner_width(spec))

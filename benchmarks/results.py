@@ -47,10 +47,13 @@ class Stopwatch:
         )
 
 
-def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """A benchmark's parser; `text` is its docstring."""
+def make_parser(text: str | None, program: str | None = None) -> argparse.ArgumentParser:
+    """A benchmark's parser; `text` is its docstring.
+
+    A package names its `program`: argparse would call it `__main__.py`.
+    """
     parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser

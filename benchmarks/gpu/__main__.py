@@ -149,7 +149,9 @@ def _rows_file(setting: Setting, part: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [*PARTS, "quick"]
     parser.add_argument(

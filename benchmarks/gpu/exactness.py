@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
-from benchmarks.gpu_step import Peak, our_model, set_randomly
+from benchmarks.gpu_step.models import our_model, set_randomly
+from benchmarks.gpu_step.peak_memory import PeakMemory
 from benchmarks.results import BASES, STORIES
 from pipeline.config.base import BasePrecision, Fp8Scaling, GradientPrecision
 from pipeline.config.method import FullFineTuning, Lora
@@ -285,7 +286,7 @@ def _memory_of_rows(setting: Setting) -> Iterator[CheckRow]:
         heads = [
             torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes
         ]
-        peak, scores = Peak(setting.device), 4 * length**2 * dtype.itemsize / 2**30
+        peak, scores = PeakMemory(setting.device), 4 * length**2 * dtype.itemsize / 2**30
         attention_kernel(None, setting.device, dtype, head_dim)(*heads).sum().backward()
         what = f"{str(dtype).removeprefix('torch.')}, grouped heads of {head_dim}: rows without scores of all pairs"
         taken = peak.gib()

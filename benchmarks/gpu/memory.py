@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.gpu.runs import compared, write_config
 from benchmarks.gpu.setting import CheckRow, Setting
-from benchmarks.gpu_step import Peak, our_method, set_randomly
+from benchmarks.gpu_step.models import our_method, set_randomly
+from benchmarks.gpu_step.peak_memory import PeakMemory
 from benchmarks.results import BASES
 from pipeline.config.run import load_config
 from pipeline.methods import build_model
@@ -81,7 +82,7 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
             torch.arange(length, device=setting.device).unsqueeze(0),
         )
         for _ in range(2):  # the first also sets up libraries
-            peak = Peak(setting.device)
+            peak = PeakMemory(setting.device)
             model(tokens, tokens, positions, documents).total.backward()
         yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, peak.gib())
         waits = _waits(model, (tokens, tokens, positions, documents), setting)

@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks.gpu.ranks import check_two_ranks
 from benchmarks.gpu.setting import CheckRow, Setting, small_methods
-from benchmarks.gpu_step import ON_A_GPU
+from benchmarks.gpu_step.shapes import ON_A_GPU
 from benchmarks.results import BASES, ROOT, STORIES
 from pipeline.config.method import ScaleMethod
 from pipeline.config.reading import read_yaml

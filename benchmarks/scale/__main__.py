@@ -71,7 +71,7 @@ def draw(costs: Sequence[tuple[str, float]]) -> Drawing:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "python -m benchmarks.scale")
     parser.add_argument(
         "--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none"
     )

@@ -38,19 +38,18 @@ from pipeline.errors import ConfigError
 from pipeline.files.json_files import write_json
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "parity": ("exactness", "check_parity"),
-    "attention": ("exactness", "check_attention"),
+    "parity": ("parity", "check_parity"),
+    "attention": ("attention", "check_attention"),
     "exports": ("exports", "check_exports"),
     "fp8": ("fp8", "check_fp8_products"),
-    "deepspeed": ("runs", "check_deepspeed"),
+    "deepspeed": ("zero_stages", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
-    **{
-        f"step-{shape}": ("runs", "check_steps", shape)
-        for shape in ("1b-8192", "1b-4096", "8b-4096")
-    },
-    "run": ("runs", "check_run"),
+    "step-1b-8192": ("timed_steps", "check_steps", "1b-8192"),
+    "step-1b-4096": ("timed_steps", "check_steps", "1b-4096"),
+    "step-8b-4096": ("timed_steps", "check_steps", "8b-4096"),
+    "run": ("real_size_run", "check_run"),
     "watchdog": ("ranks", "check_watchdog"),
-    "demo": ("runs", "check_demo"),
+    "demo": ("demo", "check_demo"),
 }
 """The module and function of each part, and what the function gets beside the setting; docs/gpu.md
 describes them."""
@@ -67,10 +66,9 @@ _GRACE_S = 10.0
 
 def rows_of(part: str, setting: Setting) -> Iterator[CheckRow]:
     """Runs a part in this process; what the others need is not imported."""
-    module, function, *arguments = PARTS[part]
-    rows: Iterator[CheckRow] = getattr(
-        importlib.import_module(f"benchmarks.gpu.{module}"), function
-    )(setting, *arguments)
+    module_name, function, *arguments = PARTS[part]
+    module = importlib.import_module(f"benchmarks.gpu.{module_name}")
+    rows: Iterator[CheckRow] = getattr(module, function)(setting, *arguments)
     return rows
 
 

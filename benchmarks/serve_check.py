@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.nn.functional as F
 
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.results import DATA, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
@@ -41,7 +41,7 @@ TOLERANCE = 0.01
 """By how much the export's change may differ from the base's, as a share of the perplexity."""
 CONTEXT = 128
 """Tokens of a window."""
-STORIES_TEXT = ROOT / "examples" / "data" / "en" / "stories.heldout.jsonl.zst"
+STORIES_TEXT = DATA / "en" / "stories.heldout.jsonl.zst"
 MAX_BYTES = 2**15
 """How much text is scored."""
 _CONVERTER = "convert_hf_to_gguf.py"

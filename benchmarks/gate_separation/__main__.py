@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.gate_separation.separation import Separation
 from benchmarks.gate_separation.texts import Kind, kind_of
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.results import DATA, ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line, log
 from pipeline.command_line import positive
 from pipeline.errors import ConfigError, DataError
@@ -77,7 +77,7 @@ def parse_options() -> argparse.Namespace:
     add(
         "--data",
         type=Path,
-        default=ROOT / "examples" / "data",
+        default=DATA,
         help="the folder of the texts (default: examples/data)",
     )
     add(

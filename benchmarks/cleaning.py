@@ -73,7 +73,7 @@ def datatrove_alone(source: Path, output: Path) -> None:
     rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
     words = Words()
     is_korean = partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
-    # As in this project (pipeline/cleaning/stages.py): both compare pages by the same words and hashes.
+    # As in pipeline/cleaning/stages.py: both compare pages by the same words and hashes.
     config = MinhashConfig(
         norm_config=TextNormConfig(norm_unicode_diacritics=False),
         hash_config=HashConfig(hash_fc="sha1"),

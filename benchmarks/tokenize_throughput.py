@@ -1,4 +1,4 @@
-"""How fast text becomes tokens on disk: this project beside Megatron-LM's scripts and `datasets.map`.
+"""How fast text becomes tokens on disk: this project beside Megatron-LM and `datasets.map`.
 
     python -m benchmarks.tokenize_throughput --megatron PATH --json benchmarks/out/tokenize.json
 
@@ -48,7 +48,9 @@ source, tokenizer, output, workers = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 rows = datasets.load_dataset("json", data_files=source, split="train", cache_dir=output + ".cache")
 encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
-rows.map(encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names).save_to_disk(output)
+rows.map(
+    encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names
+).save_to_disk(output)
 """
 
 
@@ -88,7 +90,8 @@ def parse_options() -> argparse.Namespace:
         "--mib",
         type=float,
         default=0,
-        help="MiB of text, of which what exceeds the files joins halves of them (default: the files)",
+        help="MiB of text; what the files lack is joined of halves of their documents "
+        "(default: the files)",
     )
     add(
         "--workers",
@@ -118,7 +121,7 @@ def _make_tokenizer(folder: Path) -> Path:
 def _as_many_as(documents: list[str], size: int) -> list[str]:
     """The documents, and new ones until there are `size` bytes.
 
-    A new one is made of halves of two others, so that all differ: copies would be in caches of words.
+    A new one is made of halves of two others, so that all differ: tokenizers cache what they met.
     """
     made = list(documents)
     total = sum(len(text.encode()) for text in made)

@@ -129,13 +129,14 @@ def chosen_layers(asked: Sequence[int] | None, num_layers: int) -> list[int]:
 
 
 def read_kinds(pairs: Sequence[Sequence[str]], options: argparse.Namespace) -> dict[str, Kind]:
-    """The texts of the pairs by their names, each read once; those that are missing are left out."""
+    """The texts of the pairs by their names; those that are missing are left out."""
     kinds: dict[str, Kind] = {}
     missing: set[Path] = set()
     for pair in pairs:
         for name in pair:
             # A file of --pair has an ending; a default one is below --data.
             file = Path(name) if Path(name).suffix else options.data / f"{name}.jsonl.zst"
+            # A kind may be in several pairs.
             if name in kinds or file in missing:
                 continue
             if file.exists():

@@ -173,8 +173,8 @@ def _check_memory(setting: Setting) -> Iterator[CheckRow]:
     """Rows of one document make no scores of all pairs of tokens, whatever the type and the size of
     the heads."""
     length = 8192 if setting.on_gpu else 64
-    # Of torch's kernels without scores only flash attention takes grouped heads, and it takes neither
-    # fp32 nor heads beyond 256: the second and the third case need keys and values for every head.
+    # Of torch's kernels without scores only flash attention takes grouped heads, and it takes
+    # neither fp32 nor heads beyond 256: the second and the third case need keys for every head.
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 128), (torch.bfloat16, 320)):
         case = Case(4, 1, head_dim)
         heads = _random_heads((1, length), case, dtype, setting.device)

@@ -33,7 +33,13 @@ import json, sys, scale_cpt_serving
 scale_cpt_serving.register()
 from vllm import LLM, SamplingParams
 greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-model = LLM(sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, max_model_len=64, gpu_memory_utilization=0.5)
+model = LLM(
+    sys.argv[1],
+    dtype="bfloat16",
+    skip_tokenizer_init=True,
+    max_model_len=64,
+    gpu_memory_utilization=0.5,
+)
 (answer,) = model.generate({"prompt_token_ids": json.loads(sys.argv[2])}, greedy)
 print("found", json.dumps(list(answer.outputs[0].token_ids)))
 """

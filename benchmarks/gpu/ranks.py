@@ -1,4 +1,4 @@
-"""Two processes: a tensor-parallel model against one process, and the watchdog where one is lost."""
+"""Two processes: tensor parallelism against one process, and the watchdog where one is lost."""
 
 from __future__ import annotations
 

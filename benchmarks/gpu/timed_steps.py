@@ -13,7 +13,7 @@ from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.gpu_step.shapes import ON_A_GPU
 from benchmarks.results import Row
 
-# The benchmark begins no turn in so many last seconds of the part's time: a turn may compile a large
+# The benchmark begins no turn in so many last seconds of the part's time: a turn may compile a
 # model first. One that takes longer still is ended in time to report what was found before.
 _LAST_TURN_S = 40.0
 _TO_REPORT_S = 5.0

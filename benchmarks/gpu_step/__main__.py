@@ -117,12 +117,19 @@ def thread_count(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace, variants: Sequence[Variant]) -> None:
     """Measures the variants on each shape, prints a table of each, and writes all rows."""
-    device = torch.device("cpu" if options.cpu else "cuda")
-    dtype = torch.float32 if options.cpu else torch.bfloat16
-    device_name = "cpu" if options.cpu else torch.cuda.get_device_name()
-    shape_names = options.shape
-    if shape_names is None:
-        shape_names = ON_A_CPU if options.cpu and not options.tiny else ON_A_GPU
+    if options.cpu:
+        device = torch.device("cpu")
+        dtype = torch.float32
+        device_name = "cpu"
+        shape_names = options.shape or ON_A_CPU
+    else:
+        device = torch.device("cuda")
+        dtype = torch.bfloat16
+        device_name = torch.cuda.get_device_name()
+        shape_names = options.shape or ON_A_GPU
+    if options.tiny and not options.shape:
+        # To try on any machine what a GPU would measure.
+        shape_names = ON_A_GPU
 
     rows: list[Row] = []
     for shape_name in shape_names:

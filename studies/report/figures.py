@@ -58,6 +58,7 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
         return None
 
     # Methods on the frontier come first: they get a label for certain.
+    # `sorted` keeps the order of equal ones, and False comes before True.
     named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))
     caption = (
         "Both axes show changes of the base's figures on held-out texts. Large marks are means "
@@ -131,9 +132,11 @@ def _rates(groups: Sequence[Group]) -> Plot | None:
     for group in groups:
         ends = measure.ends(group.tried)
         if len(ends) < 2:
+            # Without a second rate there is no line.
             continue
         places = [place for _, place in ends]
         lines.append(Line("rates", group.style, places))
+        # The name is at the chosen rate; where that run has no finite figure, at the line's end.
         named = places[-1]
         for row, place in ends:
             what = f"{group.label}, learning rate {row.learning_rate:g}"

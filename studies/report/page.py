@@ -33,6 +33,7 @@ def page(runs: Sequence[Row], title: str) -> str:
     """The report of `runs`, as HTML."""
     groups = group(runs)
     shown = parts(groups)
+    # Where corpora are shown together, a second table has each of them.
     single: dict[str, list[str]] = {}
     for name in corpora(groups):
         single[name] = [name]

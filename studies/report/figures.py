@@ -55,6 +55,7 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
         tooltip = f"{group.label}: {measure.describe(mean_place)}"
         marks.append(Mark(mean_place, group.style, tooltip))
     if not places:
+        # Of runs without corpora of both roles there is nothing to trade.
         return None
 
     # Methods on the frontier come first: they get a label for certain.
@@ -221,6 +222,7 @@ def _over_steps(groups: Sequence[Group], part: Sequence[str], figure: str) -> li
     for group in groups:
         lines = [_line(row, part, figure) for row in group.rows]
         series = Series(group.label, group.style, lines)
+        # A mean over some of the runs would jump where a run is missing.
         if all(lines) and series.mean_line:
             found.append(series)
     return found

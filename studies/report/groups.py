@@ -221,6 +221,7 @@ def _free_style(method: str | None, groups: Sequence[Group]) -> int:
 def measure_of(groups: Sequence[Group]) -> Measure:
     """The measure to compare the runs by: answers if all of them have some, else perplexity."""
     measure = PERPLEXITY
+    # All by the same: an axis cannot have two measures.
     if all(group.standing(ACCURACY) for group in groups):
         measure = ACCURACY
     roles = corpora(groups)

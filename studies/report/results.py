@@ -75,6 +75,7 @@ def with_perplexities(
     for name, perplexity in perplexities.items():
         before = row.before[name]
         after[name] = {"perplexity": perplexity}
+        # A perplexity of 1 has the logarithm 0, by which nothing can be divided.
         if "bits_per_byte" in before and 1 < before["perplexity"] < math.inf:
             # Of one text, bits per byte are proportional to the logarithm of the perplexity.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])

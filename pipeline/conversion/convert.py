@@ -313,8 +313,10 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
             f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
             f"found format {written} of method {model.settings.name}; leave them out"
         )
-    name = kept_in_fp32(model.base.spec)
-    if name is not None and conversion.dtype not in (None, torch.float32):
+    name = None
+    if conversion.dtype is not None:
+        name = kept_in_fp32(model.base.spec, conversion.dtype)
+    if name is not None:
         raise ConversionError(
             f"--dtype: expected fp32 with a hosted base (model_type {model.base.spec.family}), of "
             f"which transformers keeps {name} in fp32, found {dtype_name(conversion.dtype)}; leave "

@@ -106,30 +106,34 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: it is hosted, and transformers keeps a parameter in fp32 in 16 bits.
     """
-    name = kept_in_fp32(spec)
-    if name is not None and dtype.itemsize <= 2:
+    name = kept_in_fp32(spec, dtype)
+    if name is not None:
+        expected = "fp32"
+        files = "ds_configs/zero1_fp32.json or zero3_fp32.json"
+        if kept_in_fp32(spec, torch.bfloat16) is None:
+            expected = "bf16 or fp32"
+            files = "ds_configs/zero1.json or zero1_fp32.json"
         found = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"deepspeed: expected fp32 with a hosted base (model_type {spec.family}), of which "
-            f"transformers keeps {name} in fp32, found {found}; take ds_configs/zero1_fp32.json or "
-            "zero3_fp32.json"
+            f"deepspeed: expected {expected} with a hosted base (model_type {spec.family}), of "
+            f"which transformers keeps {name} in fp32, found {found}; take {files}"
         )
 
 
 def computed_dtype(base: BaseFolder) -> torch.dtype:
     """The type in which the base computes outside training: the one that it was published in, but
     fp32 where transformers keeps a parameter of a hosted base in fp32."""
-    if kept_in_fp32(base.spec) is not None:
+    if kept_in_fp32(base.spec, base.dtype) is not None:
         return torch.float32
     return base.dtype
 
 
-def kept_in_fp32(spec: DecoderSpec) -> str | None:
-    """The first parameter of a hosted base that transformers keeps in fp32 in a model of 16 bits;
+def kept_in_fp32(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+    """The first parameter of a hosted base that transformers keeps in fp32 in a model of `dtype`;
     None: there is none, as in every native base."""
     if not isinstance(spec, HostedSpec):
         return None
-    return parameter_kept_in_fp32(spec)
+    return parameter_kept_in_fp32(spec, dtype)
 
 
 @torch.no_grad()

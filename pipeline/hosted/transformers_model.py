@@ -58,13 +58,18 @@ def build_base(spec: HostedSpec) -> nn.Module:
 
 
 @cache
-def parameter_kept_in_fp32(spec: HostedSpec) -> str | None:
-    """The first parameter that transformers keeps in fp32 in a model of 16 bits; None: there is
+def parameter_kept_in_fp32(spec: HostedSpec, dtype: torch.dtype) -> str | None:
+    """The first parameter that transformers keeps in fp32 in a model of `dtype`; None: there is
     none."""
+    if dtype.itemsize > 2:
+        return None
     with torch.device("meta"):
         model: Any = build_base(spec)
+    names = list(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        # Which the library adds for values that only bf16 holds (`_get_dtype_plan`).
+        names += model._keep_in_fp32_modules or ()
     # As transformers' loader reads these names: `*` is any text, and a part of the name is enough.
-    names = model._keep_in_fp32_modules_strict or ()
     patterns = [name.replace("*", ".*") for name in names]
     for name, _ in model.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):

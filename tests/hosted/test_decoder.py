@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.errors import BaseModelError
-from pipeline.hosted.bases import computed_dtype, open_base
+from pipeline.errors import BaseModelError, ConfigError
+from pipeline.hosted.bases import check_dtype, computed_dtype, open_base
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import is_base
 from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
@@ -140,6 +140,22 @@ def test_a_base_in_16_bits_with_such_parameters_computes_in_fp32(base, monkeypat
         folder = base(kind)
         monkeypatch.setitem(folder.__dict__, "dtype", torch.bfloat16)
         assert computed_dtype(folder) == dtype
+
+
+def test_fp16_is_refused_where_transformers_keeps_parameters_in_fp32_beside_it(base):
+    """And not beside bf16: the norms of gpt_oss, whose values fp16 may not hold."""
+    spec = base("gpt_oss").spec
+    check_dtype(spec, torch.bfloat16)
+    check_dtype(spec, torch.float32)
+    message = (
+        r"deepspeed: expected bf16 or fp32 .*gpt_oss.* keeps model\.layers\.0\.\S*norm\.weight in "
+        r"fp32, found float16; take ds_configs/zero1\.json"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_dtype(spec, torch.float16)
+    # Where bf16 is refused as well, it is no remedy.
+    with pytest.raises(ConfigError, match=r"deepspeed: expected fp32 .* found float16"):
+        check_dtype(base("ernie4_5_moe").spec, torch.float16)
 
 
 def test_gradients_of_a_scaled_output_are_those_of_autograd(base):

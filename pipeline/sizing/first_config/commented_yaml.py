@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import yaml
 
 from pipeline.data.tokenizer.chats import chat_template
@@ -154,7 +155,7 @@ def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
         f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
         "`scale-cpt estimate` compares others."
     )
-    name = kept_in_fp32(spec)
+    name = kept_in_fp32(spec, torch.bfloat16)
     if name is not None:
         comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
     return comment

@@ -23,8 +23,8 @@ from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
 from tests.self_generated.helpers import copied_stories
-from tests.training.runs import make_run, tokenize_corpora, train, write_config
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.training.runs import make_run, tokenize_corpora, train, write_config
 
 pytestmark = pytest.mark.full
 

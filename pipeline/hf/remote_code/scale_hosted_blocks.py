@@ -182,6 +182,7 @@ class HostedInputs:
             if known is not None:
                 is_padding = (~known).to(torch.uint8)
                 self.text_first = is_padding.argsort(dim=1, stable=True)[:, None, :, None]
+                self._as_given = self.text_first.argsort(dim=2)
         elif length > 1 or known is not None:
             self.visible = _visible(place, past, known, documents)
         cos, sin = rotary(position_ids, dtype)
@@ -208,7 +209,7 @@ class HostedInputs:
             value.take_along_dim(self.text_first, dim=2),
             is_causal=True,
         )
-        return heads.take_along_dim(self.text_first.argsort(dim=2), dim=2)
+        return heads.take_along_dim(self._as_given, dim=2)
 
 
 def _visible(place: Tensor, past: int, known: Tensor | None, documents: Tensor | None) -> Tensor:

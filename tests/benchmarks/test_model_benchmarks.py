@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    checkpoint,
-    expansion_loading,
-    gate_separation,
-    generation_speed,
-    sampling_throughput,
-)
-from benchmarks.gate_separation import NEW, OLD
+from benchmarks import checkpoint, expansion_loading, generation_speed, sampling_throughput
+from benchmarks.gate_separation import __main__ as gate_separation
+from benchmarks.gate_separation.__main__ import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
 from tests.self_generated.helpers import copied_stories

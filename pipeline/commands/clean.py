@@ -82,13 +82,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _check(config: RunConfig, arguments: argparse.Namespace) -> None:
     """What tokenization would refuse is found before hours of cleaning."""
-    from pipeline.checks.checklist import begin  # Here, because it loads torch.
+    from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
     for files in named_inputs(config.data):
         named_files(files)
     # slurm/cpt_korean.sh says how many ranks will train on the tokens.
     ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
-    begin(load_config(arguments.run, arguments.set), ranks, "tokenize")
+    check_stage(load_config(arguments.run, arguments.set), ranks, "tokenize")
 
 
 def _clean(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -216,11 +216,11 @@ def _jobs_of_run(config: RunConfig) -> list[Job]:
                 raise DataError(
                     f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
                 )
-        from pipeline.checks.checklist import begin  # Here, because it loads torch.
+        from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
         # slurm/cpt_korean.sh says how many ranks will train on the tokens.
         ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
-        begin(config, ranks, "tokenize")
+        check_stage(config, ranks, "tokenize")
     return list(corpus_jobs(config.data, config.tokenizer))
 
 

@@ -21,7 +21,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
 from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import MissingPackageError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
         for job in cleaning_jobs(config.data):
             print(estimate(job, arguments.workers))
     else:
-        with stage_of(config, "clean", alone=True):
+        with serial_stage(config, "clean", locked=True):
             if not all(cleaned_folder(config.data, name).is_dir() for name in names):
                 _check(config, arguments)
             _clean(config, arguments)

@@ -35,7 +35,7 @@ from pipeline import command_line, log
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
 
@@ -123,7 +123,7 @@ def _format(text: str) -> str:
 def main(arguments: argparse.Namespace) -> None:
     _check(arguments)
     config = load_config(arguments.run, arguments.set) if arguments.run else None
-    with stage_of(config, "convert", alone=True):
+    with serial_stage(config, "convert", locked=True):
         _convert(config, arguments)
 
 

@@ -32,7 +32,7 @@ from pipeline.config.run import load_config
 from pipeline.data.sources.records import Keys, SpecialTokens
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
 
@@ -164,7 +164,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _evaluate_run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.run, arguments.set)
-    with stage_of(config, "evaluate"):
+    with serial_stage(config, "evaluate"):
         _logger.info(
             "evaluating %s: loading the libraries, then the base and the export", config.folder
         )

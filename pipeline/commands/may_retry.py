@@ -12,7 +12,7 @@ import argparse
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.run_folder.attempts import decide
+from pipeline.run_folder.retry import decide_retry
 
 NO = 3
 """The exit code for no."""
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     # A file system that is not mounted is no fault of the configuration: it raises OSError here.
     arguments.run.stat()
     config = load_config(arguments.run, arguments.set, base="named")
-    decision = decide(
+    decision = decide_retry(
         config.folder,
         stage=arguments.stage,
         exit_code=arguments.exit_code,

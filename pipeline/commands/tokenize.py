@@ -36,7 +36,8 @@ from pipeline.data.tokenize.input_files import TOKENS, named_files
 from pipeline.data.tokenize.job import preprocess, remarks
 from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
-from pipeline.run_folder.attempts import begin_run, stage_of
+from pipeline.run_folder.run_file import write_new_run
+from pipeline.run_folder.serial_stage import serial_stage
 
 _CORPUS_OPTIONS = (
     "text_key",
@@ -187,13 +188,13 @@ def main(arguments: argparse.Namespace) -> None:
     workers = 1 if arguments.mpi else arguments.workers
     with local_workers(workers, isolated=not arguments.mpi) as pool:
         config = load_config(arguments.run, arguments.set) if arguments.run else None
-        with stage_of(config if is_first else None, "tokenize"):
+        with serial_stage(config if is_first else None, "tokenize"):
             jobs = _jobs_of_run(config) if config is not None else [_given_job(arguments)]
             # A missing file is found before hours of work.
             for job in jobs:
                 named_files(job.corpus.input)
             if config is not None:
-                begin_run(config)
+                write_new_run(config)
             for job in jobs:
                 job = replace(job, reference_only=arguments.reference_only)
                 if arguments.unit_mib:

@@ -27,9 +27,10 @@ from pipeline.processes import machine, process_exists
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
-# NFS clients cache attributes for up to 60 s (acregmax), during which a touch may not be seen.
 STALE_AFTER_S = 60.0
-"""Longer than file systems cache the attributes of a file."""
+"""As long as NFS clients cache the attributes of a file (acregmax): until then a touch may not be
+seen.
+"""
 _logger = log.get_logger(__name__)
 
 
@@ -166,9 +167,8 @@ class RunLock:
             self._refuse_living_owner()
             dead = read_lock_owner(self._path)
             aside = own_temporary(self._path)
-            # Of two processes that do this, one finds no file.
-            # A rename takes this very file away, where unlink by name could remove a lock that
-            # somebody took meanwhile.
+            # Of two processes that do this, one finds no file. A rename takes this very file away,
+            # where unlink by name could remove a lock that somebody took meanwhile.
             self._path.rename(aside)
             if read_lock_owner(aside) != dead:
                 # Another process took the lock over just before.
@@ -232,8 +232,8 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     path = lock_path(folder, stage)
     owner = living_owner(path)
     if owner is not None:
-        refusal = _refusal(path, owner)
-        raise refusal
+        refused: FolderTakenError = _refusal(path, owner)
+        raise refused
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:

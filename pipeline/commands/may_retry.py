@@ -24,12 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-code", type=int, required=True, help="the exit code of the stage")
     parser.add_argument(
         "--without-progress",
-        type=int,
+        type=command_line.non_negative,
         default=3,
         help="the most restarts in a row without a newer checkpoint (default: 3)",
     )
     parser.add_argument(
-        "--most", type=int, default=100, help="the most restarts in all (default: 100)"
+        "--most",
+        type=command_line.non_negative,
+        default=100,
+        help="the most restarts in all (default: 100)",
     )
 
 

@@ -25,6 +25,8 @@ from pipeline.command_line import (
     add_share_option,
     add_text_key_option,
     folder_or_hub,
+    fraction,
+    mebibytes,
     positive,
 )
 from pipeline.config.data import Corpus
@@ -150,7 +152,7 @@ def _add_input_options(group: argparse._ArgumentGroup) -> None:
 def _add_work_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-bad-fraction",
-        type=float,
+        type=fraction,
         default=0.01,
         help="stop where more of the records than this are bad (default: 0.01)",
     )
@@ -173,7 +175,9 @@ def _add_work_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--unit-mib",
-        type=float,
+        type=mebibytes,
+        dest="unit_bytes",
+        metavar="MIB",
         help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)",
     )
 
@@ -197,8 +201,8 @@ def main(arguments: argparse.Namespace) -> None:
                 write_new_run(config)
             for job in jobs:
                 job = replace(job, reference_only=arguments.reference_only)
-                if arguments.unit_mib:
-                    job = replace(job, unit_bytes=int(arguments.unit_mib * 2**20))
+                if arguments.unit_bytes is not None:
+                    job = replace(job, unit_bytes=arguments.unit_bytes)
                 manifest = preprocess(
                     job, pool, max_bad_fraction=arguments.max_bad_fraction, share=share
                 )

@@ -23,7 +23,7 @@ from pipeline.files.disk_space import nearest_existing
 from pipeline.files.publishing import own_temporary
 from pipeline.files.reading import read_bytes
 from pipeline.log import node
-from pipeline.processes import machine, process_exists
+from pipeline.processes import machine_id, process_exists
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
@@ -63,7 +63,7 @@ class LockOwner(BaseModel):
             job=os.environ.get("SLURM_JOB_ID"),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             node=node(),
-            machine=machine(),
+            machine=machine_id(),
             pid=os.getpid(),
             process_started=_started(os.getpid()) or 0,
             since=time.time(),
@@ -79,7 +79,7 @@ class LockOwner(BaseModel):
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, as one of this machine can be."""
-        if self.machine != machine():
+        if self.machine != machine_id():
             return False
         started = _started(self.pid)
         if started is None and _is_hidden(self.pid):
@@ -186,7 +186,7 @@ class RunLock:
                 return
             touched = self._path.stat().st_mtime
             if first_touched is not None:
-                is_of_this_machine = owner.machine == machine()
+                is_of_this_machine = owner.machine == machine_id()
                 if is_of_this_machine or touched != first_touched:
                     raise _refusal(self._path, owner)
             first_touched = touched

@@ -87,7 +87,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--bits",
         type=int,
         choices=(4, 8, 16),
-        help="with --format difference: of an element of a matrix within layers (default: 4)",
+        help="with --format difference: the bits that store an element of a layer's matrix "
+        "(default: 4)",
     )
     parser.add_argument(
         "--min-count",
@@ -169,7 +170,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         run_sources,
     )
     from pipeline.conversion.difference import FOUR_BITS
-    from pipeline.conversion.verify import probe_maker
+    from pipeline.conversion.probe import probe_maker
     from pipeline.data.sources.records import Keys
     from pipeline.hf.served_tokenizer import texts_of
 

@@ -2,15 +2,16 @@
 
     python -m benchmarks.checkpoint --json benchmarks/out/checkpoint.json
 
-Both save the same engine in the same run. Two data-parallel ranks train one step in bf16 on a base
-in the proportions of a published Llama, every width divided by the same number, and widened by the
-share that 256 channels have of the original. Then they save in turns: DeepSpeed's `save_checkpoint`
-with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the
-other does neither, so the time until its files are on disk is measured too.
+Two data-parallel ranks train one step in bf16 on a base in the proportions of a published Llama,
+every width divided by the same number, and widened by the share that 256 channels have of the
+original. Then the same engine is saved in turns: by DeepSpeed's `save_checkpoint` with its
+defaults, by ours, and by ours asynchronously.
 
-A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default
-adds 2 bytes for every parameter: it is 4 times as large only if less than 6 % are trained, as with
-a large base.
+`blocked_s` is how long training waits, and `on_disk_s` how long until the files are on disk, both
+as the median of the rounds. Ours syncs to disk and hashes every file; the other does neither, so
+its files are synced here. `size_to_needed` is the size over 12 bytes a trained parameter, which a
+checkpoint that resumes exactly must hold, whoever writes it. The default adds 2 bytes for every
+parameter: it is 4 times as large only if less than 6 % are trained, as with a large base.
 """
 
 from __future__ import annotations
@@ -61,15 +62,19 @@ NEEDED_BYTES = 12
 COPY_BYTES = 2
 """Bytes of the 16-bit copy of every parameter that the default saves."""
 DIVISORS = {"llama-3.2-1b": 4, "llama-3.1-70b": 16}
+"""By how much each base is narrowed, so that two ranks of it fit a machine without a GPU."""
 ADDED_CHANNELS = 256
+"""The paper's, for the original width."""
 
 
 def narrow_base(name: str, divisor: int) -> dict[str, Any]:
     """The config.json of a base with the layers, the heads and all proportions of the named one."""
-    described = json.loads((BASES / f"{name}.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((BASES / f"{name}.json").read_text(encoding="utf-8"))
+    # Layers and heads stay, so that there are as many tensors as in the original: each is an entry
+    # of a checkpoint's files.
     for width in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"):
-        described[width] //= divisor
-    return dict(described)
+        config[width] //= divisor
+    return config
 
 
 def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
@@ -79,11 +84,12 @@ def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
     share of the FFN as of the channels; W12 in the attention above the lowest fifth of the layers.
     """
     spec = read_spec(folder)
+    widths = spec.widths
     channels = ADDED_CHANNELS // divisor
     expansion = {
         "hidden_size": channels,
-        "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
-        "num_attention_heads": spec.widths.num_attention_heads // spec.widths.num_key_value_heads,
+        "intermediate_size": channels * widths.intermediate_size // widths.hidden_size,
+        "num_attention_heads": widths.num_attention_heads // widths.num_key_value_heads,
     }
     return adapt_run(
         folder, folder, zero_stage, RANKS, expansion=expansion, l_fp=spec.num_layers // 5
@@ -92,51 +98,61 @@ def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
 
 def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
     """One rank; rank 0 writes a row for each way of saving."""
+    # Two ranks share the machine, and saving computes nothing.
     torch.set_num_threads(1)
     launch.initialise(launch.read_launch(os.environ))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     config = run_on(folder, divisor, zero_stage)
     engine = trained_engine(config)
     saver = Saver(config, engine, zero_stage)
-    seconds: dict[str, list[Seconds]] = {way: [] for way in WAYS}
-    size: dict[str, int] = {}
-    for step in range(1, rounds + 2):
+    saves: dict[str, list[Save]] = {way: [] for way in WAYS}
+    for step in range(rounds + 1):
         for way in WAYS:
-            taken, saved = saver.save(way, step)
-            size[way] = sum(file.stat().st_size for file in saved.iterdir())
+            save = saver.save(way, step + 1)
+            # All ranks have counted the files before rank 0 removes them: disks stay as empty as
+            # before, and no way has the files of another in the system's cache.
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / way)
-            if step > 1:  # the first is a warm-up
-                seconds[way].append(taken)
-    trained = engine.trainable_parameters
-    rows: list[Row] = []
-    for way in WAYS:
-        blocked = [taken.blocked for taken in seconds[way]]
-        rows.append(
-            {
-                "base_parameters": engine.total_parameters - trained,
-                "trainable_parameters": trained,
-                "zero_stage": zero_stage,
-                "way": way,
-                "bytes": size[way],
-                "size_to_needed": size[way] / (NEEDED_BYTES * trained),
-                "default_to_size": size[DEFAULT] / size[way],
-                "blocked_s": statistics.median(blocked),
-                "blocked_s_min": min(blocked),
-                "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
-            }
-        )
+            # The first round is a warm-up: it starts threads and makes buffers.
+            if step > 0:
+                saves[way].append(save)
     if dist.get_rank() == 0:
-        write_json(folder / ROWS, rows)
+        write_json(folder / ROWS, rows_of(engine, zero_stage, saves))
     dist.destroy_process_group()
 
 
-class Seconds(NamedTuple):
-    """The time of one save until training continues, and until everything is on disk."""
+def rows_of(engine: Engine, zero_stage: int, saves: dict[str, list[Save]]) -> list[Row]:
+    """The row of each way of saving."""
+    trained = engine.trainable_parameters
+    default_bytes = saves[DEFAULT][-1].bytes
+    rows: list[Row] = []
+    for way, done in saves.items():
+        blocked = [save.blocked_s for save in done]
+        size = done[-1].bytes
+        row: Row = {"base_parameters": engine.total_parameters - trained}
+        row["trainable_parameters"] = trained
+        row["zero_stage"] = zero_stage
+        row["way"] = way
+        row["bytes"] = size
+        row["size_to_needed"] = size / (NEEDED_BYTES * trained)
+        row["default_to_size"] = default_bytes / size
+        row["blocked_s"] = statistics.median(blocked)
+        # What the disk takes when nothing else writes to it.
+        row["blocked_s_min"] = min(blocked)
+        row["on_disk_s"] = statistics.median(save.on_disk_s for save in done)
+        rows.append(row)
+    return rows
 
-    blocked: float
-    on_disk: float
+
+class Save(NamedTuple):
+    """What one save took, of the slowest rank."""
+
+    blocked_s: float
+    """until training continues"""
+    on_disk_s: float
+    """until everything is on disk"""
+    bytes: int
 
 
 class Saver:
@@ -146,6 +162,7 @@ class Saver:
         from pipeline.training.checkpointing import CheckpointManager
 
         base = BaseFolder(config.base, read_spec(config.base))
+        # The base has no weights, whose hashes a manifest would hold.
         base.set_known_hashes({})
         run = describe_run(config, base, engine.model, "none")
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
@@ -156,30 +173,36 @@ class Saver:
             settings = Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS)
             self.checkpoints[way] = CheckpointManager(self.folder / way, run, layout, settings)
 
-    def save(self, way: str, step: int) -> tuple[Seconds, Path]:
-        """The time of the slowest rank, and the checkpoint's folder."""
-        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-
+    def save(self, way: str, step: int) -> Save:
+        """Saves once. All ranks call it together, and each waits for the slowest."""
         dist.barrier()
         started = time.perf_counter()
         if way == DEFAULT:
-            deepspeed_engine = self.engine._engine
-            deepspeed_engine.checkpoint_engine = TorchCheckpointEngine()
-            deepspeed_engine.save_checkpoint(str(self.folder / way), tag=f"step_{step}")
-            saved = self.folder / way / f"step_{step}"
+            saved = self._save_by_default(step)
         else:
-            saved = self.checkpoints[way].save(
-                self.engine, Position(step=step, tokens_seen=0, seconds=0.0)
-            )
+            position = Position(step=step, tokens_seen=0, seconds=0.0)
+            saved = self.checkpoints[way].save(self.engine, position)
         dist.barrier()
         blocked = time.perf_counter() - started
         if way == DEFAULT:
+            # What it wrote is in the system's memory still. Each rank syncs its part of the files.
             for file in sorted(saved.iterdir())[dist.get_rank() :: RANKS]:
                 sync(file)
         else:
             self.checkpoints[way].finish()
         dist.barrier()
-        return Seconds(blocked, time.perf_counter() - started), saved
+        on_disk = time.perf_counter() - started
+        return Save(blocked, on_disk, sum(file.stat().st_size for file in saved.iterdir()))
+
+    def _save_by_default(self, step: int) -> Path:
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+        engine = self.engine._engine
+        # The default of a DeepSpeed configuration without a section `checkpoint`.
+        engine.checkpoint_engine = TorchCheckpointEngine()
+        tag = f"step_{step}"
+        engine.save_checkpoint(str(self.folder / DEFAULT), tag=tag)
+        return self.folder / DEFAULT / tag
 
 
 def trained_engine(config: RunConfig) -> Engine:
@@ -222,17 +245,29 @@ def main() -> None:
     rows: list[Row] = []
     for base, stage in product(options.bases, options.zero_stages):
         divisor = options.divisor or DIVISORS[base]
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
-            write_json(Path(folder, "config.json"), narrow_base(base, divisor))
-            arguments = (divisor, stage, options.rounds, Path(folder).resolve())
-            if run_ranks(["-m", "benchmarks.checkpoint", "--measure", *map(str, arguments)], RANKS):
-                raise SystemExit(
-                    f"error: {base}, ZeRO-{stage}: a rank failed; its traceback is above"
-                )
-            for row in json.loads(Path(folder, ROWS).read_text(encoding="utf-8")):
-                rows.append({"base": base, **row})
+        for row in measured_on_ranks(base, divisor, stage, options):
+            rows.append({"base": base, **row})
     print_rows(rows)
     write_rows(options, rows)
+
+
+def measured_on_ranks(
+    base: str, divisor: int, stage: int, options: argparse.Namespace
+) -> list[Row]:
+    """The rows of a base under a ZeRO stage, from processes that end before the next are measured.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as temporary:
+        folder = Path(temporary).resolve()
+        write_json(folder / "config.json", narrow_base(base, divisor))
+        program = ["-m", "benchmarks.checkpoint", "--measure"]
+        program += [str(divisor), str(stage), str(options.rounds), str(folder)]
+        if run_ranks(program, RANKS):
+            raise SystemExit(f"error: {base}, ZeRO-{stage}: a rank failed; its traceback is above")
+        rows: list[Row] = json.loads((folder / ROWS).read_text(encoding="utf-8"))
+        return rows
 
 
 if __name__ == "__main__":

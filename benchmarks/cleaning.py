@@ -6,7 +6,11 @@ Both clean the same synthetic Korean pages in one process: lines of the shipped 
 the pages copies. datatrove alone is its own reader, executor and blocks, with the same words,
 thresholds and hashes, for the steps that it has: encoding, language, repetition, quality, lines,
 mail addresses, near-copies. What this project does beside them (CP949, boilerplate, Korean personal
-data, a manifest) is in its time. Compare processor times.
+data, a manifest) is in its time.
+
+A row has what a contender took for one size of the crawl. Compare `megabytes_per_cpu_second`: the
+processor time of all processes hardly depends on other load. With --mib of two sizes, `peak_mib`
+says whether memory grows with the crawl.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
 
-from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
-from benchmarks.tokenize_throughput import DATA, Usage, best_of, usage_of
+from benchmarks.process_usage import Usage, best_of, usage_of
+from benchmarks.results import DATA, ROOT, Row, in_turns, make_parser, print_rows, write_rows
 from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
@@ -67,45 +71,45 @@ def datatrove_alone(source: Path, output: Path) -> None:
     """What its documentation shows: filters and signatures, then copies, which are left out of what
     was filtered."""
     rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
-    words, tasks = Words(), len([*source.glob("*.jsonl")])
-    plain = TextNormConfig(norm_unicode_diacritics=False)
-    config = MinhashConfig(norm_config=plain, hash_config=HashConfig(hash_fc="sha1"))
-    filtered, signatures, pairs, copies = (
-        str(output / name) for name in ("filtered", "signatures", "pairs", "copies")
+    words = Words()
+    is_korean = partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
+    # As in pipeline/cleaning/stages.py: both compare pages by the same words and hashes.
+    config = MinhashConfig(
+        norm_config=TextNormConfig(norm_unicode_diacritics=False),
+        hash_config=HashConfig(hash_fc="sha1"),
     )
+    filtered = str(output / "filtered")
+    signatures = str(output / "signatures")
+    pairs = str(output / "pairs")
+    copies = str(output / "copies")
+    filters: list[Any] = [
+        JsonlReader(str(source)),
+        FTFYFormatter(normalization="NFC"),
+        LambdaFilter(is_korean),
+        SymbolLinesFormatter(),
+        GopherRepetitionFilter(language=words, **rules["repetition"]),
+        GopherQualityFilter(language=words, **rules["quality"]),
+        FineWebQualityFilter(language=words, **rules["lines"]),
+        PIIFormatter(),
+        JsonlWriter(filtered, compression="zstd"),
+        MinhashDedupSignature(signatures, config, words),
+    ]
+    without_copies: list[Any] = [
+        JsonlReader(filtered),
+        MinhashDedupFilter(copies),
+        JsonlWriter(str(output / "cleaned")),
+    ]
+    # A task for each file; for each bucket of signatures; and one that joins the buckets' pairs.
+    files = len(list(source.glob("*.jsonl")))
     stages: list[tuple[int, list[Any]]] = [
-        (
-            tasks,
-            [
-                JsonlReader(str(source)),
-                FTFYFormatter(normalization="NFC"),
-                LambdaFilter(
-                    partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
-                ),
-                SymbolLinesFormatter(),
-                GopherRepetitionFilter(language=words, **rules["repetition"]),
-                GopherQualityFilter(language=words, **rules["quality"]),
-                FineWebQualityFilter(language=words, **rules["lines"]),
-                PIIFormatter(),
-                JsonlWriter(filtered, compression="zstd"),
-                MinhashDedupSignature(signatures, config, words),
-            ],
-        ),
+        (files, filters),
         (config.num_buckets, [MinhashDedupBuckets(signatures, pairs, None, config)]),
         (1, [MinhashDedupCluster(pairs, copies, config)]),
-        (
-            tasks,
-            [
-                JsonlReader(filtered),
-                MinhashDedupFilter(copies),
-                JsonlWriter(str(output / "cleaned")),
-            ],
-        ),
+        (files, without_copies),
     ]
-    for number, (count, blocks) in enumerate(stages):
-        LocalPipelineExecutor(
-            blocks, count, workers=1, logging_dir=str(output / "logs" / str(number))
-        ).run()
+    for number, (tasks, blocks) in enumerate(stages):
+        logs = str(output / "logs" / str(number))
+        LocalPipelineExecutor(blocks, tasks, workers=1, logging_dir=logs).run()
 
 
 _CONTENDERS = {"ours": ours, "datatrove alone": datatrove_alone}
@@ -129,60 +133,60 @@ def main() -> None:
         name, source, output = options.contender
         _CONTENDERS[name](Path(source), Path(output))
         return
-    rows = [row for mib in options.mib for row in _compared(mib, options.rounds, options.scratch)]
+    rows: list[Row] = []
+    for mib in options.mib:
+        rows += _compared(mib, options.rounds, options.scratch)
     print_rows(rows)
     write_rows(options, rows)
 
 
 def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
+    """A row for each contender on a crawl of this size."""
     with tempfile.TemporaryDirectory(prefix="cleaning-", dir=scratch) as folder:
-        source, output = Path(folder, "crawl"), Path(folder, "out")
+        source = Path(folder, "crawl")
+        output = Path(folder, "out")
         megabytes = _write_crawl(source, int(mib * 2**20)) / 1e6
 
         def run(name: str) -> Usage:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.cleaning",
-                "--contender",
-                name,
-                str(source),
-                str(output),
-            ]
-            usage = usage_of(command)
+            # This module in another process, which does the contender's work and nothing else.
+            program = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name]
+            usage = usage_of([*program, str(source), str(output)])
             shutil.rmtree(output)
             return usage
 
-        for name, runs in in_turns(
-            {name: partial(run, name) for name in _CONTENDERS}, rounds
-        ).items():
-            best = best_of(runs)
-            speed = {"megabytes_per_cpu_second": megabytes / best.cpu_seconds}
-            yield {"contender": name, "megabytes": megabytes, **best._asdict(), **speed}
+        runs = in_turns({name: partial(run, name) for name in _CONTENDERS}, rounds)
+        for name, usages in runs.items():
+            best = best_of(usages)
+            row: Row = {"contender": name, "megabytes": megabytes, **best._asdict()}
+            row["megabytes_per_cpu_second"] = megabytes / best.cpu_seconds
+            yield row
 
 
 def _write_crawl(folder: Path, size: int) -> int:
-    """Files of about `size` bytes in all, each as large as one of our units of work; returns their
-    size."""
+    """Writes pages of about `size` bytes in all; returns how many bytes they are.
+
+    A file is as large as one of our units of work, so that both contenders cut the work alike.
+    """
     folder.mkdir()
-    lines = [
-        line
-        for text in texts([str(DATA / "ko" / "reviews.jsonl.zst")])
-        for line in text.split("\n")
-        if line
-    ]
-    draw, written, number = random.Random(1), 0, 0
+    lines: list[str] = []
+    for text in texts([str(DATA / "ko" / "reviews.jsonl.zst")]):
+        lines += [line for line in text.split("\n") if line]
+    draw = random.Random(1)
+    written = 0
+    number = 0
     while written < size:
         with (folder / f"{number:05d}.jsonl").open("wb") as file:
             while file.tell() < min(default_unit_bytes(size), size - written):
                 file.write(orjson.dumps({"text": _page(lines, draw)}) + b"\n")
-            written, number = written + file.tell(), number + 1
+            written += file.tell()
+        number += 1
     return written
 
 
 def _page(lines: Sequence[str], draw: random.Random) -> str:
     """Lines that no other page has in this order; of a tenth of the pages there are several."""
     if draw.random() < _COPIES:
+        # One of a hundred seeds: each of these pages comes again and again.
         draw = random.Random(draw.randrange(100))
     return "\n".join(draw.choices(lines, k=_LINES_A_PAGE))
 

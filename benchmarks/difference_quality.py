@@ -2,17 +2,17 @@
 
     python -m benchmarks.difference_quality runs/frontier/quick/fft_muon_difference.lr_0.018.seed_1
 
-By number of bits: perplexity of each held-out corpus by the export, what it takes on disk, and the
-share of the learned change that is lost. Beside it the base, the trained model, and both by the
-gate without packing.
+The table has the perplexity of each held-out corpus: by the base, by the trained model (`ungated`),
+by both chosen by the gate without packing (`gated`), and by an export of each number of bits.
+`stored_x` is what a model takes on disk, in sizes of the base, and `lost` the share of the learned
+change that packing loses. The exports are made in a temporary folder. The samples are those of
+validation.
 
-`keys of the base` is what it would cost to leave the closed beginning of a text unread by the
+`keys_of_the_base` is what it would cost to leave the closed beginning of a text unread by the
 trained model when the text opens: there the trained model goes on with the base's keys and values
-of that beginning. The export reads the beginning anew instead. Both are measured on the tokens from
-the first open one on, of the texts that open after their first token. `closed again` is the share
-of these tokens at which the base has to catch up.
-
-The exports are made in a temporary folder. The samples are those of validation.
+of that beginning. The export reads the beginning anew instead (`read_anew`). Both are perplexities
+of the tokens from the first open one on, of the texts that open after their first token.
+`closed_again` is the share of these tokens at which the base has to catch up.
 """
 
 from __future__ import annotations
@@ -103,11 +103,13 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
         targets = windows.targets[row : row + 1]
         states = model.base(text, output_hidden_states=True, use_cache=False).hidden_states
         opens = model.token_gate(states[model.config.gate_layer], None, None, None)
+        # New tokens are open whatever the gate's score.
         by_id = model.token_gate.opens_id(text)
         if by_id is not None:
             opens = opens | by_id
         opens = opens[0, :, 0]
         if opens[0] or not opens.any():
+            # Without a closed beginning, or without an open token, both ways are the same.
             continue
         first = int(opens.nonzero()[0])
         whole = model.trained()(text, use_cache=False).logits[:, first:]
@@ -135,35 +137,43 @@ def measure(config: RunConfig, bits: list[int], min_count: int) -> list[Row]:
         ConversionError: a difference loses more than its bits explain.
     """
     texts = heldout_windows(config)
+    # The stage `gate` has measured these three on the same samples.
     record = open_record(config.folder / GATE_FOLDER)
     rows: list[Row] = []
     for kind in ("base", "ungated", "gated"):
+        # Without packing the trained model is stored whole beside the base.
         row: Row = {"model": kind, "stored_x": 1.0 if kind == "base" else 2.0}
         for name, text in record.heldout.items():
             row[name] = getattr(text, f"{kind}_perplexity")
         rows.append(row)
-    sources, keys = run_sources(config)
     for count in bits:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "difference"
-            conversion = replace(
-                latest_conversion(config),
-                output=folder,
-                format="difference",
-                packing=packing_of(config, count, min_count),
-            )
-            convert(conversion, probe_maker(sources, keys))
-            model = load_hf_model(folder)
-            stored = read_object(folder / RECORD, ConversionError)["difference"]
-            verified = read_object(folder / VERIFICATION, ConversionError)
-            row = {"model": f"{count} bits", "stored_x": stored["stored_x"]}
-            row |= perplexities(model, texts)
-            row |= {"lost": verified["lost"], "rows": stored["own_rows"]}
-            for name, windows in texts.items():
-                for kind, value in cost_of_base_keys(model, windows).items():
-                    row[f"{name}.{kind}"] = value
-            rows.append(row)
+        rows.append(packed_row(config, texts, count, min_count))
     return rows
+
+
+def packed_row(config: RunConfig, texts: Mapping[str, Windows], bits: int, min_count: int) -> Row:
+    """Exports the run with its difference in so many bits, and scores the export."""
+    sources, keys = run_sources(config)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "difference"
+        conversion = replace(
+            latest_conversion(config),
+            output=folder,
+            format="difference",
+            packing=packing_of(config, bits, min_count),
+        )
+        convert(conversion, probe_maker(sources, keys))
+        model = load_hf_model(folder)
+        stored = read_object(folder / RECORD, ConversionError)["difference"]
+        verified = read_object(folder / VERIFICATION, ConversionError)
+        row: Row = {"model": f"{bits} bits", "stored_x": stored["stored_x"]}
+        row |= perplexities(model, texts)
+        row["lost"] = verified["lost"]
+        row["rows"] = stored["own_rows"]
+        for name, windows in texts.items():
+            for kind, value in cost_of_base_keys(model, windows).items():
+                row[f"{name}.{kind}"] = value
+    return row
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""How even the work of ranks is that share the experts of a mixture, by how much the router prefers
-some experts.
+"""How evenly ranks work that share the experts of a mixture, where the router prefers some.
 
     python -m benchmarks.expert_balance --json benchmarks/out/expert_balance.json
 
 Each of some ranks runs one mixture forward and backward, with frozen experts and random tokens of
-its own. The first experts are preferred by `skew`, in standard deviations of the router's scores;
-then less, evenly down to the last one. `rows_ratio` is the rows of the rank that has most over their
-mean: what a step waits for. `cpu_ratio` is the same of processor time, and `cpu_s` that of the
-slowest rank. `padded` makes room for all rows that a rank's experts could get; `alone` is a rank
-that holds all experts and computes its own tokens.
+its own. `skew` is by how much the router prefers the first expert, in standard deviations of its
+scores; the preference falls evenly down to the last expert. There is a row for each skew and way:
+`alone` is a rank that holds all experts and computes its own tokens, `counted` shares the experts
+and sends as many rows as there are, `padded` makes room for all rows that a rank's experts could
+get. `rows_ratio` is the rows of the rank that has most over their mean: what a step waits for.
+`cpu_ratio` is the same of processor time, and `cpu_s` the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline.local_ranks import run_ranks
@@ -48,7 +50,8 @@ def mixture_of(tp: TensorParallel, skew: float) -> Mixture:
     assert mixture.router.bias is not None, "scores are sigmoids"
     # The scores' standard deviation: of a sigmoid of numbers with a deviation of 1.
     preferences = torch.linspace(0.21 * skew, 0, MIXTURE.experts)
-    mixture.router.bias.copy_(torch.stack([preferences, 0 * preferences, 0 * preferences]))
+    nothing = torch.zeros_like(preferences)
+    mixture.router.bias.copy_(torch.stack([preferences, nothing, nothing]))
     return mixture
 
 
@@ -62,13 +65,17 @@ def measured(way: str, skew: float, rounds: int) -> tuple[int, float]:
     with torch.no_grad():
         mixture = mixture_of(tp, skew)
     rows: list[int] = []
-    mixture.experts.gate.register_forward_hook(
-        lambda _, taken, made: rows.append(int(taken[1][-1]))
-    )
+
+    def count_rows(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+        # The second argument is where each expert's rows end: the last of them is their number.
+        rows.append(int(arguments[1][-1]))
+
+    mixture.experts.gate.register_forward_hook(count_rows)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(1, TOKENS, HIDDEN_SIZE, requires_grad=True)
     seconds: list[float] = []
     for _ in range(rounds):
+        # Together: a rank that waits for another one's rows may spend processor time on waiting.
         dist.barrier()
         started = time.process_time()
         mixture(x).sum().backward()
@@ -79,6 +86,7 @@ def measured(way: str, skew: float, rounds: int) -> tuple[int, float]:
 def measure(rounds: int, output: Path) -> None:
     """On a rank: all ways and skews; rank 0 writes the rows."""
     dist.init_process_group("gloo")
+    # The ranks share the machine's cores.
     torch.set_num_threads(1)
     ranks = dist.get_world_size()
     rows: list[Row] = []
@@ -87,16 +95,12 @@ def measure(rounds: int, output: Path) -> None:
         dist.all_gather_object(of_ranks, measured(way, skew, rounds))
         counts = [count for count, _ in of_ranks]
         seconds = [second for _, second in of_ranks]
-        rows.append(
-            {
-                "ranks": ranks,
-                "skew": skew,
-                "way": way,
-                "rows_ratio": max(counts) * ranks / sum(counts),
-                "cpu_ratio": max(seconds) * ranks / sum(seconds),
-                "cpu_s": max(seconds),
-            }
-        )
+        row: Row = {"ranks": ranks, "skew": skew, "way": way}
+        # The largest over the mean.
+        row["rows_ratio"] = max(counts) * ranks / sum(counts)
+        row["cpu_ratio"] = max(seconds) * ranks / sum(seconds)
+        row["cpu_s"] = max(seconds)
+        rows.append(row)
     if dist.get_rank() == 0:
         output.write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()  # the launcher ends ranks that end long after the first

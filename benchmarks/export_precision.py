@@ -4,10 +4,12 @@
 
 The export runs in transformers on windows of the text: in fp32, in bf16, and with the weights of
 its linear maps rounded to 8 bits with a scale for each row (int8 weight-only; the output projection
-and other modules stay as they are, as the library leaves them). `opens otherwise` is the share of
-tokens for which the gate decides otherwise than in fp32: it computes in fp32, but reads the base's
-stream, which is rounded. Ids that are open by definition are open in every type. Of several
-expansions beside each other there are perplexities alone.
+and other modules stay as they are, as the library leaves them).
+
+A row has the perplexity, and as `change` how far it is from that in fp32. `open` is the share of
+tokens that the gate opens, and `opens_otherwise` that for which it decides otherwise than in fp32:
+it computes in fp32, but reads the base's stream, which is rounded. Ids that are open by definition
+are open in every type. Of several expansions beside each other there are perplexities alone.
 
 The exit code is 1 where a perplexity changes by more than 1 %.
 """
@@ -50,7 +52,9 @@ class Scored(NamedTuple):
 
 def with_weights(folder: Path, weights: str) -> nn.Module:
     """The export in `folder`, with weights of this precision."""
-    model: nn.Module = load_hf_model(folder, torch.bfloat16 if weights == "bf16" else torch.float32)
+    # int8 changes the weights alone: they are multiplied in fp32.
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+    model: nn.Module = load_hf_model(folder, dtype)
     if weights == "int8":
         round_to_int8(model)
     return model
@@ -69,6 +73,8 @@ def round_to_int8(model: nn.Module) -> None:
             continue
         # Several expansions share the base's weights.
         rounded.add(module.weight)
+        # Symmetric: without a zero point, as servers store weights. A row of zeros has scale 0, by
+        # which nothing can be divided.
         largest = module.weight.abs().amax(dim=1, keepdim=True)
         scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / LARGEST_INT8
         module.weight.copy_((module.weight / scale).round() * scale)
@@ -89,8 +95,10 @@ def score(model: Any, ids: Tensor, context: int) -> Scored:
     count = 0
     for window in ids.split(context):
         if len(window) < 2:
+            # The last window of one token: nothing is predicted in it.
             break
         logits = model(window[None], use_cache=False).logits[0]
+        # In fp64: a sum of thousands in the type of the logits would round more than the weights.
         total += float(F.cross_entropy(logits[:-1].double(), window[1:], reduction="sum"))
         count += len(window) - 1
         if by_score:
@@ -115,6 +123,7 @@ def measure(folder: Path, text: str, context: int) -> list[Row]:
     if len(ids) < context:
         raise ConfigError(f"--text: expected at least {context} tokens, found {len(ids)}")
     scored = {weights: score(with_weights(folder, weights), ids, context) for weights in WEIGHTS}
+    # One model after another is loaded above, so that only one is in memory.
     reference = scored[REFERENCE]
     rows: list[Row] = []
     for weights, found in scored.items():

@@ -20,16 +20,21 @@ Row = dict[str, Any]
 """
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "configs" / "bases"
-STORIES = ROOT / "examples" / "data" / "models" / "stories260K"
+DATA = ROOT / "examples" / "data"
+STORIES = DATA / "models" / "stories260K"
 _Found = TypeVar("_Found")
 
 
 class Elapsed(NamedTuple):
-    """The time that something took: by the clock, and of the processors that this process used."""
+    """The time that something took: by the clock, and of the processors that this process used.
+
+    On a shared machine the clock's time is as long as others let it be; the processors' time hardly
+    depends on them.
+    """
 
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process: what other processes do hardly counts."""
+    """Of all threads of the process, those that wait for others in a loop included."""
 
 
 class Stopwatch:
@@ -47,10 +52,13 @@ class Stopwatch:
         )
 
 
-def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """A benchmark's parser; `text` is its docstring."""
+def make_parser(text: str | None, program: str | None = None) -> argparse.ArgumentParser:
+    """A benchmark's parser; `text` is its docstring.
+
+    A package names its `program`: argparse would call it `__main__.py`.
+    """
     parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser
@@ -70,23 +78,30 @@ def in_turns(ways: Mapping[str, Callable[[], _Found]], turns: int) -> dict[str, 
 
 def print_rows(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
     """Prints a table with these columns, or with those of the first row."""
-    names = names or list(*rows[:1])
+    if not names and rows:
+        names = list(rows[0])
+    header = [name.replace("_", " ") for name in names]
     lines = []
     for row in rows:
         lines.append([_cell(row.get(name, "-")) for name in names])
-    print(table([name.replace("_", " ") for name in names], lines), flush=True)
+    # At once: a program that reads this benchmark's output through a pipe shows rows as they come.
+    print(table(header, lines), flush=True)
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return str(value)
+    # Four digits: no more of a time can be repeated, and 1e+04 would be hard to compare.
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object) -> None:
     """Writes the rows to the file of --json, if it is given, with the options that made them."""
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
+        # As text: paths and shapes are no values of JSON.
         settings = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, {"settings": settings, **about, "rows": list(rows)})
 
@@ -94,6 +109,7 @@ def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object
 def eighth_of(spec: DecoderSpec) -> dict[str, int]:
     """An expansion in the paper's proportions; heads grow by whole groups."""
     widths = spec.widths
+    # A new key/value head brings all of its queries: fewer could not share it.
     heads_per_group = widths.num_attention_heads // widths.num_key_value_heads
     heads = max(widths.num_attention_heads // 8, heads_per_group)
     return {
@@ -115,17 +131,18 @@ def adapt_run(
     spec = read_spec(base)
     corpora = {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}}
     length = min(4096, spec.max_position_embeddings)
+    method = {
+        "name": "scale",
+        "variant": "adapt",
+        "expansion": eighth_of(spec),
+        "l_fp": 1,
+        **changes,
+    }
     values = {
         "name": "benchmark",
         "folder": str(folder),
         "base": str(base),
-        "method": {
-            "name": "scale",
-            "variant": "adapt",
-            "expansion": eighth_of(spec),
-            "l_fp": 1,
-            **changes,
-        },
+        "method": method,
         "data": {
             "folder": str(folder),
             "sequence_length": length,

@@ -5,9 +5,12 @@
 
 All draw from the base's own distribution. `generate` gets the same batches, and each waits for its
 longest document; `sample` calls it in rounds, between which documents that are over leave
-(pipeline/self_generated/generation.py). Measured is one process with one thread; `scale-cpt sample`
-has more. The ways take turns, and the least processor time of each counts, so that load on the
-machine changes little. Tokens are those up to a document's end, without its prompt.
+(pipeline/self_generated/generation.py).
+
+A row has the tokens a second of one way, up to a document's end and without its prompt, and how
+many times that is what `generate` writes one document at a time. Measured is one process with one
+thread; `scale-cpt sample` has more. The ways take turns, and the turn with the most tokens for its
+processor time counts, so that load on the machine changes little.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None)
 
     They are the start token; or the chats of a file in turn, and every tenth time the start token.
     """
+    # Of a tokenizer without a start token, documents begin after the end of another one.
     start = np.array((tokenizer.document_start or tokenizer.document_end)[-1:])
     if chats is None:
         return [start] * documents
@@ -49,6 +53,7 @@ def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None)
     found = []
     with chats.open(encoding="utf-8") as lines:
         for line in islice(lines, documents):
+            # Without its last message, which the base is to write.
             text = template.opened(json.loads(line)["messages"][:-1])
             found.append(np.array(tokenizer.reference.encode([text]).ids.tolist()))
     prompts = []
@@ -70,6 +75,7 @@ def generated(
     tokens = 0
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
+        # Padded on the left, so that what is written follows the prompt directly.
         width = max(map(len, batch))
         rows = []
         masks = []
@@ -91,7 +97,8 @@ def sampled(writer: BaseWriter, size: int, prompts: list[Ids], max_tokens: int, 
     written = writer.write(
         prompts, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed
     )
-    return sum(map(len, written)) - sum(map(len, prompts))
+    # What is written begins with its prompt.
+    return sum(len(ids) for ids in written) - sum(len(ids) for ids in prompts)
 
 
 def measure(
@@ -105,6 +112,7 @@ def measure(
     """A row for each way: tokens a second in its fastest turn, and over those of one at a time."""
     tokenizer = load_tokenizer(base)
     model = load_hf_model(base)
+    # Without the base's own settings, such as a temperature: both ways draw from its distribution.
     model.generation_config = GenerationConfig()
     writer = BaseWriter(base, tokenizer)
     prompts = opened(base, tokenizer, documents, chats)
@@ -116,6 +124,7 @@ def measure(
     for turn in range(turns):
         for name, way in ways.items():
             start = time.process_time()
+            # Another seed each turn: documents end elsewhere, and one turn may be lucky for a way.
             tokens = way(max_tokens, seed=turn)
             best[name] = max(best[name], tokens / (time.process_time() - start))
     rows: list[Row] = []
@@ -127,7 +136,8 @@ def measure(
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add, positive = parser.add_argument, command_line.positive
+    add = parser.add_argument
+    positive = command_line.positive
     add(
         "--base",
         type=Path,
@@ -150,6 +160,7 @@ def main() -> None:
     add("--max-tokens", type=positive, default=512, help="of a document (default: 512)")
     add("--turns", type=positive, default=3, help="of each way (default: 3)")
     options = parser.parse_args()
+    # Threads that wait for each other would be in the processor time.
     torch.set_num_threads(1)
     rows = measure(
         options.base,

@@ -16,6 +16,7 @@ by more, because it cuts the text into other tokens.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.nn.functional as F
 
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.results import DATA, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
@@ -41,7 +42,7 @@ TOLERANCE = 0.01
 """By how much the export's change may differ from the base's, as a share of the perplexity."""
 CONTEXT = 128
 """Tokens of a window."""
-STORIES_TEXT = ROOT / "examples" / "data" / "en" / "stories.heldout.jsonl.zst"
+STORIES_TEXT = DATA / "en" / "stories.heldout.jsonl.zst"
 MAX_BYTES = 2**15
 """How much text is scored."""
 _CONVERTER = "convert_hf_to_gguf.py"
@@ -73,29 +74,36 @@ def main() -> int:
         help=f"tokens of a window (default: {CONTEXT})",
     )
     options = parser.parse_args()
-    converter, program = tools_in(options.llama_cpp)
-    text = scored_text(options.text)
-    rows: list[Row] = []
-    with TemporaryDirectory() as scratch:
-        text_file = Path(scratch) / "text.txt"
-        write_text(text_file, text)
-        for name, folder in {"base": options.base, "export": options.export}.items():
-            reference = transformers_perplexity(folder, text, options.context)
-            row: Row = {"model": name, "transformers_fp32": reference}
-            for kind in TYPES:
-                converted = Path(scratch) / f"{name}.{kind}.gguf"
-                convert = [sys.executable, str(converter), str(folder), "--outtype", kind]
-                run([*convert, "--outfile", str(converted)])
-                found = llama_perplexity(program, converted, text_file, options.context)
-                row[kind] = found
-                row[f"{kind}_change"] = found / reference - 1
-            rows.append(row)
+    base = measure("base", options.base, options)
+    export = measure("export", options.export, options)
+    rows = [base, export]
     print_rows(rows)
     write_rows(options, rows)
-    faults = judged(*rows)
+    faults = judged(base, export)
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0
+
+
+def measure(name: str, model: Path, options: argparse.Namespace) -> Row:
+    """The perplexity of a model by transformers in fp32, and by llama.cpp in each type."""
+    converter, program = tools_in(options.llama_cpp)
+    text = scored_text(options.text)
+    reference = transformers_perplexity(model, text, options.context)
+    row: Row = {"model": name, "transformers_fp32": reference}
+    with TemporaryDirectory() as scratch:
+        text_file = Path(scratch) / "text.txt"
+        write_text(text_file, text)
+        for kind in TYPES:
+            converted = Path(scratch) / f"{name}.{kind}.gguf"
+            convert = [sys.executable, str(converter), str(model), "--outtype", kind]
+            run([*convert, "--outfile", str(converted)])
+            found = llama_perplexity(program, converted, text_file, options.context)
+            row[kind] = found
+            row[f"{kind}_change"] = found / reference - 1
+            # A model in f16 may be large: one file at a time.
+            converted.unlink()
+    return row
 
 
 def scored_text(documents: str) -> str:
@@ -113,6 +121,7 @@ def tools_in(checkout: Path) -> tuple[Path, Path]:
     converter = checkout / _CONVERTER
     if not converter.exists():
         raise ConfigError(f"{checkout}: expected a checkout of llama.cpp, found no {_CONVERTER}")
+    # Where CMake puts it, and where older makefiles did.
     for program in (checkout / "build" / "bin" / _PROGRAM, checkout / _PROGRAM):
         if program.exists():
             return converter, program
@@ -165,10 +174,12 @@ def transformers_perplexity(folder: Path, text: str, context: int) -> float:
     for window in ids.split(context):
         if len(window) < context:
             break
+        # llama-perplexity overwrites the first token too, which is not scored.
         read = window.clone()
         if tokenizer.bos_token_id is not None:
             read[0] = tokenizer.bos_token_id
         logits = model(read[None], use_cache=False).logits[0]
+        # The first half is context alone, so that no token is scored with hardly any before it.
         first = context // 2
         nll = F.cross_entropy(logits[first:-1].double(), window[first + 1 :], reduction="sum")
         total += float(nll)

@@ -1,14 +1,16 @@
-"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how
-fast it is.
+"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and its
+speed.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --only quick
     python -m benchmarks.gpu --only parity attention
     python -m benchmarks.gpu --cpu
 
-Each part runs in a process of its own, which ends at its time limit. Results are printed, and
-written after every part as JSON. --cpu tries all parts with tiny shapes. The parts of `quick`
-share one time limit on a GPU. Exits with 1 if a check failed.
+docs/gpu.md says what each part proves, and what to expect. A line has the part, the outcome of a
+check, and what was found; the outcome is `-` where nothing is demanded. Each part runs in a process
+of its own, which ends at its time limit. Results are also written as JSON, after every part. --cpu
+tries all parts with tiny shapes. The parts of `quick` share one time limit on a GPU. Exits with 1
+if a check failed.
 """
 
 from __future__ import annotations
@@ -38,19 +40,18 @@ from pipeline.errors import ConfigError
 from pipeline.files.json_files import write_json
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "parity": ("exactness", "check_parity"),
-    "attention": ("exactness", "check_attention"),
+    "parity": ("parity", "check_parity"),
+    "attention": ("attention", "check_attention"),
     "exports": ("exports", "check_exports"),
     "fp8": ("fp8", "check_fp8_products"),
-    "deepspeed": ("runs", "check_deepspeed"),
+    "deepspeed": ("zero_stages", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
-    **{
-        f"step-{shape}": ("runs", "check_steps", shape)
-        for shape in ("1b-8192", "1b-4096", "8b-4096")
-    },
-    "run": ("runs", "check_run"),
+    "step-1b-8192": ("timed_steps", "check_steps", "1b-8192"),
+    "step-1b-4096": ("timed_steps", "check_steps", "1b-4096"),
+    "step-8b-4096": ("timed_steps", "check_steps", "8b-4096"),
+    "run": ("real_size_run", "check_run"),
     "watchdog": ("ranks", "check_watchdog"),
-    "demo": ("runs", "check_demo"),
+    "demo": ("demo", "check_demo"),
 }
 """The module and function of each part, and what the function gets beside the setting; docs/gpu.md
 describes them."""
@@ -58,19 +59,21 @@ QUICK = ("parity", "exports", "memory", "fp8")
 """The parts of `--only quick`, from what matters most."""
 _QUICK_S = 180.0
 """What they may take together on a GPU: a verdict in three minutes."""
+_PART_S = {"cuda": 180.0, "cpu": 600.0}
+"""What a part may take by default."""
 _LEAST_S = 5.0
 """With less time left no part begins: Python's imports take as long."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
 _OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
+"""For a part's processes to end by themselves."""
 
 
 def rows_of(part: str, setting: Setting) -> Iterator[CheckRow]:
     """Runs a part in this process; what the others need is not imported."""
-    module, function, *arguments = PARTS[part]
-    rows: Iterator[CheckRow] = getattr(
-        importlib.import_module(f"benchmarks.gpu.{module}"), function
-    )(setting, *arguments)
+    module_name, function, *arguments = PARTS[part]
+    module = importlib.import_module(f"benchmarks.gpu.{module_name}")
+    rows: Iterator[CheckRow] = getattr(module, function)(setting, *arguments)
     return rows
 
 
@@ -79,6 +82,7 @@ def run_part(part: str, setting: Setting, seconds: float) -> list[CheckRow]:
     device = setting.device_type
     folder = setting.folder
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
+    # The part is ended from here; it knows its time, so as to begin nothing that it cannot end.
     command += ["--part-seconds", str(seconds), "--output", str(folder)]
     if device == "cpu":
         command.append("--cpu")
@@ -119,6 +123,7 @@ def run_part(part: str, setting: Setting, seconds: float) -> list[CheckRow]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends all processes of a part's session: the stages of the demo have process groups of their
     own."""
+    # First so that they may clean up, as trainers end their ranks.
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in _session(process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -149,7 +154,9 @@ def _rows_file(setting: Setting, part: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [*PARTS, "quick"]
     parser.add_argument(
@@ -168,8 +175,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu tries the check on the CPU")
-    limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
-    setting = Setting("cpu" if arguments.cpu else "cuda", arguments.output.resolve(), limit)
+    device_type = "cpu" if arguments.cpu else "cuda"
+    seconds = arguments.part_seconds or _PART_S[device_type]
+    setting = Setting(device_type, arguments.output.resolve(), seconds)
     setting.folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
         write_part(arguments.part, setting)
@@ -183,12 +191,13 @@ def main() -> int:
         if setting.on_gpu:
             total_seconds = _QUICK_S
     failed = run_parts(parts, setting, total_seconds)
-    return 1 if failed else 0
+    return int(failed > 0)
 
 
 def write_part(part: str, setting: Setting) -> None:
     """Runs a part in this process, and appends each row to its file as it is found."""
     for row in rows_of(part, setting):
+        # Opened for each row: what a part has found before it is ended is in the file.
         with _rows_file(setting, part).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row._asdict()) + "\n")
 
@@ -218,6 +227,7 @@ def run_parts(parts: Sequence[str], setting: Setting, total_seconds: float = mat
         seconds[part] = round(time.monotonic() - started, 1)
         values = {"about": about, "on_gpu": setting.on_gpu, "rows": rows, "seconds": seconds}
         write_json(output, values)
+    # Neither counts rows of which nothing is demanded: there `passed` is None.
     passed = sum(row["passed"] is True for row in rows)
     failed = sum(row["passed"] is False for row in rows)
     done = "run" if setting.on_gpu else "tried"

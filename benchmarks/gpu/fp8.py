@@ -1,5 +1,9 @@
-"""What a frozen product costs in bf16 and in fp8: with a scale for each row, with one scale a matrix,
-and the input's gradient."""
+"""The time of a frozen product and of its input's gradient, in bf16 and in ways of fp8.
+
+The ways are those that the project has or could have: a scale for each row of the matrix or one for
+all, activations with a scale for each token or one for all, and the gradient with or without a
+second, transposed copy of the codes.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from pipeline.parallel.quantized import (
 )
 
 _TOKENS = 8192
+"""A row of a run, which is enough to fill a GPU."""
 _SHAPES = {
     "8B attention": (4096, 4096),
     "8B gate and up": (14336, 4096),
@@ -43,18 +48,20 @@ def check_fp8_products(setting: Setting) -> Iterator[CheckRow]:
         x = torch.randn(_TOKENS, columns, device=setting.device, dtype=torch.bfloat16)
         gradient = torch.randn(_TOKENS, rows, device=setting.device, dtype=torch.bfloat16)
         weight = torch.randn(rows, columns, device=setting.device, dtype=torch.bfloat16)
-        forwards, backwards = _forwards(x, weight), _backwards(gradient, weight)
-        for direction, ways in (("forward", forwards), ("input gradient", backwards)):
-            seconds = {way: _seconds(product) for way, product in ways.items()}
-            plain = seconds["bf16"]
+        directions = {
+            "forward": _forwards(x, weight),
+            "input gradient": _backwards(gradient, weight),
+        }
+        for direction, ways in directions.items():
+            plain = _seconds(ways.pop("bf16"))
             teraflops = 2 * _TOKENS * rows * columns / plain / 1e12
-            ratios = ", ".join(
-                f"{way} {plain / own:.2f}" for way, own in seconds.items() if way != "bf16"
-            )
+            ratios = []
+            for way, product in ways.items():
+                ratios.append(f"{way} {plain / _seconds(product):.2f}")
             yield CheckRow(
                 f"{name}, {direction}: speed over bf16",
                 None,
-                f"bf16 {teraflops:.0f} TFLOP/s; {ratios}",
+                f"bf16 {teraflops:.0f} TFLOP/s; {', '.join(ratios)}",
             )
 
 
@@ -69,6 +76,7 @@ def _stored(weight: Tensor, scaling: Fp8Scaling) -> tuple[Quantization, Tensor]:
 
 def _dynamic_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` in fp8 with one scale for all of it, as others do, and that scale."""
+    # The largest value gets the largest code: 448 in e4m3.
     scale = x.abs().amax().float() / torch.finfo(FP8).max
     return (x / scale).to(FP8), scale
 
@@ -136,18 +144,21 @@ def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tenso
 
 
 def _compiled(product: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`product` compiled for its sizes alone: by default the second size would make a kernel for
-    all sizes, which may be slower."""
+    """`product` compiled for its sizes alone."""
+    # By default the second size would make a kernel for all sizes, which may be slower.
     return torch.compile(product, dynamic=False)
 
 
 def _seconds(product: Callable[[], Tensor]) -> float:
     """The median time of a product on the device."""
+    # The first calls compile and choose kernels.
     for _ in range(3):
         product()
     times = []
     for _ in range(_TURNS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Events are in the GPU's own queue: what Python takes to hand out the product is left out.
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         product()
         end.record()

@@ -1,5 +1,4 @@
-"""Two processes: a tensor-parallel model against one in one process, and what the watchdog does
-about a lost one."""
+"""Two processes: tensor parallelism against one process, and the watchdog where one is lost."""
 
 from __future__ import annotations
 
@@ -29,21 +28,23 @@ from pipeline.health.watchdog import RankWatchdog
 from pipeline.local_ranks import reserved_port
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 
-_DEAD_AFTER_S = {"cuda": 6.0, "cpu": 30.0}  # the cores of a CPU may be shared
+# On a CPU, whose cores may be shared, a process may not run for many seconds although it is well.
+_DEAD_AFTER_S = {"cuda": 6.0, "cpu": 30.0}
 _PATIENCE_S = {"cuda": 60.0, "cpu": 300.0}
+# A killed process closes its connections; a stopped one keeps them, and only falls silent.
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
     """Starts `target(rank, *arguments)` as two processes."""
-    # A server that has imported all forks quickly, but on a GPU it must not have asked for the
-    # device.
+    # A fork server starts processes quickly, but CUDA does not work in a fork of a process that has
+    # asked for the device.
     context = get_context("spawn") if setting.on_gpu else get_context("forkserver")
-    ranks: list[BaseProcess] = [
-        context.Process(target=target, args=(rank, *arguments), daemon=True) for rank in range(2)
-    ]
-    for process in ranks:
+    ranks: list[BaseProcess] = []
+    for rank in range(2):
+        process = context.Process(target=target, args=(rank, *arguments), daemon=True)
         process.start()
+        ranks.append(process)
     return ranks
 
 
@@ -53,18 +54,25 @@ def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list
 def check_two_ranks(setting: Setting) -> CheckRow:
     """Tensor parallelism over two processes, against one process: the loss and the norm of the
     gradient."""
+    receivers: list[Connection] = []
+    senders: list[Connection] = []
+    for _ in range(2):
+        receiver, sender = get_context().Pipe(duplex=False)
+        receivers.append(receiver)
+        senders.append(sender)
     with reserved_port() as port:
-        ends = [get_context().Pipe(duplex=False) for _ in range(2)]
-        ranks = _two(setting, _one_of_two, port, setting, [sender for _, sender in ends])
-        for _, sender in ends:
+        ranks = _two(setting, _one_of_two, port, setting, senders)
+        # Only the ranks may hold these ends: then `recv` fails where a rank ends without a result.
+        for sender in senders:
             sender.close()
-        found = [receiver.recv() for receiver, _ in ends]
+        results = [receiver.recv() for receiver in receivers]
         for process in ranks:
             process.join()
-    expected = _loss_and_norm(setting, SINGLE)
-    error = max(
-        abs(own / wanted - 1) for pair in found for own, wanted in zip(pair, expected, strict=True)
-    )
+
+    expected_loss, expected_norm = _loss_and_norm(setting, SINGLE)
+    error = 0.0
+    for loss, norm in results:
+        error = max(error, abs(loss / expected_loss - 1), abs(norm / expected_norm - 1))
     return CheckRow(
         "two ranks on one device, through gloo: loss and gradient norm of tp 2",
         error < 1e-4,
@@ -79,20 +87,18 @@ def _one_of_two(rank: int, port: int, setting: Setting, results: list[Connection
 
 
 def _loss_and_norm(setting: Setting, tp: TensorParallel) -> tuple[float, float]:
-    """Of a batch in fp32. The base's norms are whole on every rank: their gradients are left
-    out."""
+    """The loss of a batch in fp32, and the norm of the gradient of all matrices."""
     model = started(FullFineTuning(name="fft"), setting, torch.float32, tp)
-    tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0)).to(
-        setting.device
-    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(512, (2, 32), generator=generator).to(setting.device)
     loss = model(tokens, tokens).total
     loss.backward()
-    squares = [
-        own.grad.double().square().sum()
-        for own in model.parameters()
-        if own.grad is not None and own.dim() > 1
-    ]
-    total = torch.stack(squares).sum().cpu()
+    # In fp64: the sum's own rounding would be as large as what is compared.
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        # The gains of norms are whole on every rank: over both they would count twice.
+        if parameter.grad is not None and parameter.dim() > 1:
+            total += parameter.grad.double().square().sum().cpu()
     if tp.size > 1:
         dist.all_reduce(total)
     return float(loss.detach()), float(total.sqrt())
@@ -109,35 +115,50 @@ def check_watchdog(setting: Setting) -> Iterator[CheckRow]:
     """
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with ExitStack() as ports:
-        started = {
-            what: _start_watched(what, ports.enter_context(reserved_port()), backend, setting)
-            for what in _SIGNALS
-        }
+        # Both cases run at once: each waits for most of its time.
+        started: dict[str, tuple[Path, BaseProcess, BaseProcess]] = {}
+        for what in _SIGNALS:
+            port = ports.enter_context(reserved_port())
+            started[what] = _start_watched(what, port, backend, setting)
         for what, (folder, first, second) in started.items():
-            disturbed = _appears(folder / "disturbed", first, _PATIENCE_S[setting.device_type])
-            began = time.monotonic()
-            first.join(_PATIENCE_S[setting.device_type])
-            seconds = time.monotonic() - began
-            for process in (first, second):
-                process.kill()
-                process.join()
-            lines = (folder / "0.log").read_text(encoding="utf-8").splitlines()
-            error = next((line for line in lines if " E " in line), "no error line")
-            named = (
-                disturbed
-                and "rank 1" in error
-                and "was lost" in error
-                and first.exitcode == LOST_RANK
-            )
-            found = f"ended after {seconds:.1f} s with {first.exitcode}: {error}"
-            yield CheckRow(
-                f"{backend}, a rank is {what}: the other names it and ends", named, found
-            )
+            yield _watched_row(what, folder, first, second, backend, setting)
+
+
+def _watched_row(
+    what: str,
+    folder: Path,
+    first: BaseProcess,
+    second: BaseProcess,
+    backend: str,
+    setting: Setting,
+) -> CheckRow:
+    """Whether rank 0 ends with the exit code of a lost rank, and a line that names rank 1."""
+    patience_s = _PATIENCE_S[setting.device_type]
+    disturbed = _appears(folder / "disturbed", first, patience_s)
+    began = time.monotonic()
+    first.join(patience_s)
+    seconds = time.monotonic() - began
+    for process in (first, second):
+        process.kill()
+        process.join()
+    error = "no error line"
+    for line in (folder / "0.log").read_text(encoding="utf-8").splitlines():
+        # The level of a message, as pipeline/log.py writes it.
+        if " E " in line:
+            error = line
+            break
+    names_it = "rank 1" in error and "was lost" in error
+    return CheckRow(
+        f"{backend}, a rank is {what}: the other names it and ends",
+        disturbed and names_it and first.exitcode == LOST_RANK,
+        f"ended after {seconds:.1f} s with {first.exitcode}: {error}",
+    )
 
 
 def _start_watched(
     what: str, port: int, backend: str, setting: Setting
 ) -> tuple[Path, BaseProcess, BaseProcess]:
+    """Starts the two ranks of a case; returns their folder and processes."""
     folder = setting.folder / "watchdog" / what
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -148,6 +169,7 @@ def _start_watched(
 
 
 def _appears(path: Path, process: BaseProcess, patience_s: float) -> bool:
+    """Whether a file appears before its process ends or the time is over."""
     deadline = time.monotonic() + patience_s
     while not path.exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -158,6 +180,7 @@ def _watched(
     rank: int, port: int, device_type: str, backend: str, folder: Path, number: signal.Signals
 ) -> None:
     """Steps under a watchdog; in the data phase of one of them rank 1 gets the signal."""
+    # The log of each rank: also of what libraries write to stderr by its number.
     descriptor = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
@@ -190,5 +213,6 @@ def _watched(
             with phases("communication"):
                 total = torch.ones(1, device=device)
                 dist.all_reduce(total)
+                # The host waits for the sum, as training does for the loss.
                 total.item()
             phases.finished(step + 1)

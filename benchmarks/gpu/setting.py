@@ -1,5 +1,4 @@
-"""What all parts share: where they run, the rows that they return, and a small model of each
-variant."""
+"""What the parts share: where they run, the rows that they return, and small models."""
 
 from __future__ import annotations
 
@@ -23,7 +22,9 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.mfu import dense_tflops
 
 _H100_CLASS = 800.0
-"""Dense 16-bit TFLOP/s."""
+"""Dense 16-bit TFLOP/s of a GPU for which goals of speed hold; an H100 SXM has 989."""
+_MEMORY_TOLERANCE = 0.1
+"""By how much an estimate of memory may be off."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,29 @@ class CheckRow(NamedTuple):
     found: str
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type as rows name it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def memory_row(check: str, estimated_gib: float, measured_gib: float | None) -> CheckRow:
+    """Whether an estimate of memory is within a tenth of what was measured; None on a CPU."""
+    if measured_gib is None:
+        return CheckRow(check, None, f"estimated {estimated_gib:.3g} GiB; measured on a GPU only")
+    off = estimated_gib / measured_gib - 1
+    found = f"estimated {estimated_gib:.2f} GiB, measured {measured_gib:.2f} GiB: off by {off:+.1%}"
+    return CheckRow(check, abs(off) <= _MEMORY_TOLERANCE, found)
+
+
 def small_methods() -> dict[str, ScaleMethod]:
-    """The variants, for stories260K."""
+    """The variants of SCALE, for stories260K, which has 5 layers."""
     widths = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
-    lowest = {"preserve": None, "adapt": 3, "route": 3}
-    return {
-        variant: ScaleMethod.model_validate(
-            {"name": "scale", "expansion": widths, "variant": variant, "l_fp": l_fp}
-        )
-        for variant, l_fp in lowest.items()
-    }
+    methods: dict[str, ScaleMethod] = {}
+    # Preserve has W12 in no layer; the others in the two uppermost.
+    for variant, l_fp in (("preserve", None), ("adapt", 3), ("route", 3)):
+        settings = {"name": "scale", "expansion": widths, "variant": variant, "l_fp": l_fp}
+        methods[variant] = ScaleMethod.model_validate(settings)
+    return methods
 
 
 def started(
@@ -83,7 +97,7 @@ def started(
     tp: TensorParallel = SINGLE,
     base_precision: BasePrecision = "bf16",
 ) -> CausalDecoder:
-    """stories260K before the first step."""
+    """The model of a method on stories260K, before the first step, on the device."""
     base = open_base(STORIES)
     with tempfile.TemporaryDirectory(dir=setting.folder) as temporary:
         expansion = Path(temporary) / "expansion"
@@ -93,7 +107,7 @@ def started(
         with default_dtype(dtype):
             model = training.build(base.spec, tp, "none")
         if base_precision != "bf16":
-            # All of its matrices are small: their products are to be those of a large base.
+            # By default small matrices are multiplied in bf16, and all of this base's are small.
             quantize_base(model, base_precision, Fp8Recipe(skip_small=False))
         training.load(model, base, tp)
     return model.to(setting.device)

@@ -1,2 +1,1 @@
-"""What start-up, files and lists cost at the sizes of a thousand ranks and a trillion tokens
-(docs/scale.md)."""
+"""What a run costs that grows with ranks, shards, files and steps (docs/scale.md)."""

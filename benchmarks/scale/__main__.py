@@ -1,10 +1,14 @@
-"""What grows with ranks, shards, files and steps, tried on one machine: sparse files, light
-processes, links.
+"""What grows with ranks, shards, files and steps: a thousand ranks and 10^12 tokens on one machine.
 
     python -m benchmarks.scale --json benchmarks/out/scale.json --picture docs/scale.svg
 
-Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes
-some GB and 10^6 files.
+The project's own code runs on inputs that are large in number and small on disk: sparse files,
+links, and light processes. docs/scale.md says what is simulated. Each table has the costs at
+several sizes, and says of each cost how it grows: `slope` is the exponent, so that 0 is constant, 1
+linear, and 2 the square. `goal` is the most that the cost may be at the largest size. Costs are
+processor times, memory, files opened and bytes sent, which hardly depend on other load.
+
+TMPDIR takes some GB and 10^6 files.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ def draw(costs: Sequence[tuple[str, float]]) -> Drawing:
     for number, (label, slope) in enumerate(costs):
         y = _LINE_HEIGHT * (number + 0.5)
         drawing.text((_LEFT - 40, y + 4), label, TICK_SIZE, color=SOFT, align="right")
+        # A slope beyond the picture is shown at its edge; its tooltip has the number.
         shown = min(max(slope, _RANGE[0]), _RANGE[1])
         at = drawing.position(axes, (shown, number + 0.5))
         drawing.mark(at, 0, tooltip=f"{slope:.2f}")
@@ -71,7 +76,7 @@ def draw(costs: Sequence[tuple[str, float]]) -> Drawing:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "python -m benchmarks.scale")
     parser.add_argument(
         "--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none"
     )
@@ -84,13 +89,16 @@ def main() -> None:
         "--picture", type=Path, help="also draw the slopes of all tables in --json, as SVG"
     )
     options = parser.parse_args()
-    found = read_object(options.json, UserError) if options.json and options.json.exists() else {}
+    found: dict[str, list[Row]] = {}
+    if options.json and options.json.exists():
+        # Tables of other subjects stay in it.
+        found = read_object(options.json, UserError)
     for subject in options.only:
         began = time.monotonic()
         measure = importlib.import_module(f"benchmarks.scale.{subject}").measure
         with tempfile.TemporaryDirectory(prefix=f"scale-{subject}-") as scratch:
             found[subject] = list(measure(Path(scratch), options.smallest))
-        if options.json:  # tables of other subjects stay in it
+        if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, found)
         print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -64,16 +63,20 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
     dtype = token_dtype(_TOKENIZER.vocab_size)
     with writing_shard(folder / "all", dtype) as writer:
         writer.add(np.zeros(tokens, dtype), np.full(documents, tokens // documents))
+    # Emptied and extended: a hole reads as the zeros that were there, and takes no disk.
     for size in (0, tokens * dtype.itemsize):
         os.truncate(folder / "all.bin", size)
     part = UnitPart(documents=documents, tokens=tokens, files=writer.files)
-    parts = {f"{number:05d}-000000": part for number in range(shards)}
-    for name, end in product(parts, part.files):
-        (folder / f"{name}{end}").symlink_to(f"all{end}")
-    inputs = [
-        InputFile(path=f"/texts/{name}.jsonl.zst", bytes=4 * tokens, sha256=f"{name:>064}")
-        for name in parts
-    ]
+    parts: dict[str, UnitPart] = {}
+    inputs: list[InputFile] = []
+    for number in range(shards):
+        name = f"{number:05d}-000000"
+        parts[name] = part
+        for end in part.files:
+            (folder / f"{name}{end}").symlink_to(f"all{end}")
+        path = f"/texts/{name}.jsonl.zst"
+        # As long as a true hash: what a manifest takes is measured.
+        inputs.append(InputFile(path=path, bytes=4 * tokens, sha256=f"{name:>064}"))
     plan = CorpusPlan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=1)
     manifest_of(plan, "train", parts, inputs).save(folder)
 
@@ -88,6 +91,7 @@ def read(folder: Path) -> Row:
         samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
     corpus = TokenCorpus(folder / "corpus")
     first, *others = random.Random(2).sample(range(corpus.tokens // SEQUENCE), 33)
+    # The first sample also makes what the later ones share.
     for name, indices in (("first", [first]), ("later", others)):
         began = time.process_time()
         for index in indices:
@@ -129,6 +133,7 @@ def make_state(folder: Path, files: int) -> None:
             unit=f"{number:05d}.ranges", plan=plan, sha256=done.sha256, units=[unit]
         )
         write_unsynced(state / f"{ranges.unit}.json", ranges)
+        # All but each hundredth unit is done.
         if number % 100:
             write_unsynced(
                 state / f"{name}.json", record.model_copy(update={"unit": name, "plan": plan})
@@ -154,6 +159,7 @@ def resume(folder: Path) -> Row:
 
     sys.addaudithook(count)
     job = job_of(str(folder / "texts" / "*.txt"), folder / "tokens")
+    # The job ends where it would begin with the first unit that is left.
     ending = patch.object(preprocessing, "tokenize_unit", lambda *_: sys.exit())
     with measured(row, "resume_"), ending, contextlib.suppress(SystemExit):
         preprocess(job, Workers(None), share=(5, JOBS))
@@ -176,7 +182,7 @@ def plan(path: Path, size: int) -> Row:
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """Tables over the files to tokenize, the size of one, and the shards and documents of a corpus."""
+    """Tables over the files to tokenize, the size of one, and a corpus's shards and documents."""
 
     def resumed(files: int) -> Row:
         folder = scratch / str(files)

@@ -19,6 +19,8 @@ from pipeline.evaluation.table import cell, table
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
     """What `function` returns in a new process that has only imported its module."""
+    # A fork of a server that has imported the module: neither imports nor memory that an earlier
+    # measurement left are in this one.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     with ProcessPoolExecutor(1, context) as pool:
@@ -31,7 +33,8 @@ def measured(row: Row, name: str = "") -> Iterator[None]:
 
     That is its processor time, memory that stays, peak memory, and files opened.
     """
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    # 5 sets the peak of resident memory, VmHWM, to what is resident now (proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
     files = opened.total()
     resident = _kib("VmRSS")
     began = time.process_time()
@@ -43,6 +46,7 @@ def measured(row: Row, name: str = "") -> Iterator[None]:
 
 
 def _kib(entry: str) -> int:
+    """An entry of this process's memory, such as VmRSS."""
     return int(Path("/proc/self/status").read_text().split(f"{entry}:")[1].split()[0])
 
 
@@ -53,6 +57,7 @@ Modules of Python and what Linux shows as files do not count."""
 _MODULES = (".py", ".pyc", ".so", "entry_points.txt")
 
 
+# An audit hook sees every file that Python opens, whichever function opens it.
 def _count(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], (str, Path)):
         path = Path(arguments[0])
@@ -74,6 +79,7 @@ def slope(rows: Sequence[Row], name: str) -> float | None:
     after = rows[-1][name]
     if min(before, after) <= 0:
         return None
+    # The slope of a line in a plot whose axes are both logarithmic.
     return round(math.log(after / before) / math.log(rows[-1][size] / rows[0][size]), 2)
 
 

@@ -47,21 +47,22 @@ from pipeline.sizing.traffic import GATHER
 from pipeline.training import trainer
 from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
-_PARTS = ("inputs", "preflight", "base")
-GOALS: dict[str, float] = {
-    f"{part}_{rank}_cpu_s": 10 for part in _PARTS for rank in ("rank0", "other")
-}
 RANKS_PER_NODE = 8
+_PARTS = ("inputs", "preflight", "base")
+"""What a run does before DeepSpeed begins, in order; rank 0 does more of it than the others."""
 TERMS = ("weights", "gradients", "optimizer", "forward", "rest", "peak")
-GOALS |= {f"{term}_error": 0.05 for term in TERMS}
-GOALS |= {"small_files_a_rank": 2, "messages_error": 0.0, "gathers_error": 0.15}
+"""What a GPU's memory holds, as the estimate names it."""
+GOALS: dict[str, float] = {"small_files_a_rank": 2, "messages_error": 0.0, "gathers_error": 0.15}
+for _part in _PARTS:
+    GOALS |= {f"{_part}_rank0_cpu_s": 10, f"{_part}_other_cpu_s": 10}
+for _term in TERMS:
+    GOALS[f"{_term}_error"] = 0.05
 
 
 def make_run(folder: Path) -> RunConfig:
     """A small run, with its corpora and initial expansion."""
-    (folder / "text.txt").write_text(
-        "".join(f"There were {number} cats.\n" for number in range(20_000))
-    )
+    lines = [f"There were {number} cats.\n" for number in range(20_000)]
+    (folder / "text.txt").write_text("".join(lines))
     config = adapt_run(folder, STORIES, zero=1, sequences=512)
     for job in corpus_jobs(config.data, config.tokenizer):
         preprocess(job, Workers(None))
@@ -89,7 +90,8 @@ def start(config: RunConfig, ranks: int) -> Row:
     together = threading.Barrier(ranks)
 
     def count_and_open(file: Path, **named: str) -> Any:
-        opened[file.name] += 1  # Python does not know that it is opened
+        # safetensors opens files in Rust, which no audit hook of Python sees.
+        opened[file.name] += 1
         return open_weights(file, **named)
 
     def rank_main(rank: int) -> list[float]:
@@ -99,7 +101,10 @@ def start(config: RunConfig, ranks: int) -> Row:
         row["broadcast_kib"] = round(len(pickle.dumps(inputs)) / 1024, 1)
         times.append(time.thread_time())
         nodes = [f"node{number // RANKS_PER_NODE}" for number in range(ranks)]
-        allocated: Any = Allocation(inputs, None, torch.device("cpu"), nodes)  # type: ignore[arg-type]
+        device = torch.device("cpu")
+        # The checks below take the default process group; no other is made before DeepSpeed begins.
+        no_groups: Any = None
+        allocated = Allocation(inputs, no_groups, device, nodes)
         for check in (check_same_files, check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
@@ -111,15 +116,19 @@ def start(config: RunConfig, ranks: int) -> Row:
 
     def all_gather(found: list[object], own: object, group: object = None) -> None:
         values[dist.get_rank()] = own
-        together.wait()  # that torch's threads pickle each object for each is no cost of a rank
+        # Torch's threads would each pickle the objects of all: that is no cost of a rank.
+        together.wait()
         found[:] = values
+        # No thread may write its next object before all have read this one.
         together.wait()
 
     vars(base_folder)["safe_open"] = count_and_open
     vars(dist)["all_gather_object"] = all_gather
     opened.clear()
     with ThreadPoolExecutor(ranks) as pool:
-        seconds = np.diff(list(pool.map(rank_main, range(ranks)))).T.tolist()
+        times = list(pool.map(rank_main, range(ranks)))
+    # [parts, ranks]: the processor time of each thread alone.
+    seconds = np.diff(times).T.tolist()
     for part, (first, *others) in zip(_PARTS, seconds, strict=True):
         row[f"{part}_rank0_cpu_s"] = round(first, 3)
         row[f"{part}_other_cpu_s"] = round(sum(others) / len(others), 3)
@@ -136,19 +145,25 @@ def start(config: RunConfig, ranks: int) -> Row:
 def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers: int) -> Row:
     """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the
     estimate is from it."""
-    described = json.loads((BASES / f"{base}.json").read_text()) | {"num_hidden_layers": layers}
-    (path := scratch / "config.json").write_text(json.dumps(described))
+    # Few layers: by how much a cost grows with them says what more layers would take.
+    described = json.loads((BASES / f"{base}.json").read_text())
+    described["num_hidden_layers"] = layers
+    path = scratch / "config.json"
+    path.write_text(json.dumps(described))
     config = adapt_run(scratch, path, zero, gpus // tp_size, tp_size)
     estimator = open_estimator(config, Cluster(gpus=gpus))
     estimate = estimator.estimate(estimator.own_choice)
     found = simulated_steps(config, gpus)
-    held, memory = Counter(found["held"]), estimate.memory
+    held = Counter(found["held"])
+    # What the simulated step does not tell apart: the loss, and what lives for a moment.
     held["rest"] = held["peak"] - sum(held[term] for term in TERMS[:4])
-    expected = vars(memory) | {
+    memory = estimate.memory
+    expected = {
+        **vars(memory),
         "forward": memory.activations + memory.gathered,
+        "rest": memory.loss + memory.temporary,
         "peak": memory.total,
     }
-    expected["rest"] = memory.loss + memory.temporary
     row: Row = {}
     for term in TERMS:
         row[f"{term}_gib"] = round(held[term] / 2**30, 3)
@@ -157,12 +172,12 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
     sent = payloads(found["messages"])
     row["sent_gib"] = round(sent.total() / 2**30, 3)
     for traffic in estimate.traffic:
+        # Gathers of ZeRO-3 are estimated, and have a goal of their own; all other messages follow
+        # from the sizes.
         name = "gathers_error" if traffic.purpose == GATHER else "messages_error"
-        error = abs(
-            traffic.payload_bytes / sent.pop((COLLECTIVES[traffic.collective], traffic.group_size))
-            - 1
-        )
-        row[name] = max(round(error, 4), row.get(name, 0.0))
+        measured = sent.pop((COLLECTIVES[traffic.collective], traffic.group_size))
+        error = round(abs(traffic.payload_bytes / measured - 1), 4)
+        row[name] = max(error, row.get(name, 0.0))
     assert not sent, "the estimate has them all"
     return row
 
@@ -170,14 +185,15 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of ranks, and one over the layers of each of two bases, at two stages
     of ZeRO."""
-    counts, ranks = (
-        (2, 4) if smallest else (8, 32, 128),
-        partial(in_own_process, start, make_run(scratch)),
-    )
+    # The base, its layers, the ZeRO stage, the tensor-parallel size, and the GPUs.
+    counts: tuple[int, ...] = (8, 32, 128)
+    steps = [("llama-3.1-8b", (8, 32), 2, 8, 1024), ("llama-3.1-70b", (5, 10), 3, 8, 128)]
+    if smallest:
+        counts = (2, 4)
+        steps = [("llama-1m", (2, 4), 2, 2, 8), ("llama-1m", (2, 4), 3, 2, 8)]
+    ranks = partial(in_own_process, start, make_run(scratch))
     yield report(f"Start-up: ranks on nodes of {RANKS_PER_NODE}", "ranks", counts, ranks, GOALS)
-    large = [("llama-3.1-8b", (8, 32), 2, 8, 1024), ("llama-3.1-70b", (5, 10), 3, 8, 128)]
-    small = [("llama-1m", (2, 4), zero, 2, 8) for zero in (2, 3)]
-    for base, layers, zero, tp_size, gpus in small if smallest else large:
+    for base, layers, zero, tp_size, gpus in steps:
         title = (
             f"A step: {base} under ZeRO-{zero}, tp {tp_size}, {gpus:,} GPUs, against the estimate"
         )

@@ -30,8 +30,9 @@ from pipeline.health.liveness import Phases, RankReport, Verdict
 GOALS: dict[str, float] = {
     "core_fraction": 0.02,
     "killed_named_s": 2,
+    # After `dead_after_s`.
     "silent_named_s": 10,
-}  # after `dead_after_s`
+}
 _TOKEN = "benchmark"
 _REPORT = RankReport(
     "node0001", 1234, "backward", 0.7, 98765, "backward (tensor.py:581)", waiting=True
@@ -41,16 +42,18 @@ _REPORT = RankReport(
 def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
     """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one
     is gone."""
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )  # a usual limit
+    # A usual limit of open files, which the hub must raise: it has a connection to every rank.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    listener, row = channel.listen(), Row()
+    listener = channel.listen()
+    row: Row = {}
 
     def named(verdict: Verdict) -> None:
         assert verdict.rank == ranks - 1, verdict.text
         own.send(verdict.text)
 
+    # The other ranks find it by the port below, instead of by the store of a process group.
     channel.connect = lambda: channel.Channel(listener, 0, _TOKEN)
     hub = watchdog.RankWatchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
     with measured(row, "connecting_"):
@@ -61,6 +64,7 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
     with measured(row, "watching_"):
         time.sleep(seconds)
     own.send(row | {"core_fraction": round(row["watching_cpu_s"] / seconds, 4)})
+    # It names the rank that is gone while this thread sleeps; the process ends with its parent.
     time.sleep(600)
 
 
@@ -71,12 +75,16 @@ async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -
     results, own = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.Process(target=watch, args=(ranks, seconds, limits, own), daemon=True).start()
-    own.close()  # so that its end is noticed here
-    port, writers = results.recv(), dict[int, asyncio.StreamWriter]()
+    # Only the child may hold its end: then `recv` fails where the child ends without a result.
+    own.close()
+    port = results.recv()
+    writers: dict[int, asyncio.StreamWriter] = {}
 
     async def rank(number: int) -> None:
+        # Heartbeats of real ranks come at different times too.
         await asyncio.sleep(random.Random(number).random() * beat_s)
-        _, writers[number] = _, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers[number] = writer
         writer.write(channel.encode({"rank": number, "token": _TOKEN}))
         while True:
             writer.write(channel.encode({"report": asdict(_REPORT)}))
@@ -86,6 +94,7 @@ async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -
     row = await asyncio.to_thread(results.recv)
     tasks[-1].cancel()
     if killed:
+        # The system closes the connections of a process that ends.
         writers[ranks - 1].close()
     began = time.monotonic()
     await asyncio.to_thread(results.recv)
@@ -94,9 +103,16 @@ async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of ranks."""
-    seconds, limits = (1, Limits(beat_every_s=0.5, dead_after_s=5)) if smallest else (30, Limits())
+    counts = (1024, 4096)
+    seconds = 30
+    limits = Limits()
+    if smallest:
+        counts = (4, 8)
+        seconds = 1
+        limits = Limits(beat_every_s=0.5, dead_after_s=5)
 
     def row(ranks: int) -> Row:
+        # What rank 0 costs needs to be watched for long in one of the two cases only.
         costs, killed = asyncio.run(watched(ranks, seconds, limits, killed=True))
         _, silent = asyncio.run(watched(ranks, 1, limits, killed=False))
         return {
@@ -105,7 +121,6 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
             "silent_named_s": round(silent - limits.dead_after_s, 2),
         }
 
-    counts = (4, 8) if smallest else (1024, 4096)
     yield report(
         "Watchdog: rank 0 of so many ranks, 100 heartbeats a second or more",
         "ranks",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
-from benchmarks import gpu_step
 from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.setting import CheckRow, Setting
-from benchmarks.gpu_step import Contender, Shape, Variant
+from benchmarks.gpu_step import __main__ as gpu_step
+from benchmarks.gpu_step import models
+from benchmarks.gpu_step import training_step as training_steps
+from benchmarks.gpu_step.contender import Contender
+from benchmarks.gpu_step.shapes import SHAPES, TINY, Shape
+from benchmarks.gpu_step.table import columns_of, row_of
+from benchmarks.gpu_step.table import rows_of as rows_of_contenders
+from benchmarks.gpu_step.variants import OURS, THEIRS, Variant, all_variants
 from benchmarks.results import ROOT, Elapsed
 from tests.benchmarks.calls import rows_of
 
@@ -96,13 +104,13 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", 1]
     arguments += ["--rounds", 1, "--steps", 1]
     rows = {row["variant"]: row for row in rows_of(gpu_step, tmp_path, monkeypatch, *arguments)}
-    assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
-    assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
+    assert list(rows) == [str(variant) for variant in all_variants(compiled=True)]
+    assert {*OURS, *THEIRS, "adapt + compile"} <= set(rows)
     assert {"preserve + fp8", "adapt + nf4", "lora + nf4 + compile"} <= set(rows)
     missing = ", ".join(
-        name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None
+        name for name in models.LIGER_PACKAGES if importlib.util.find_spec(name) is None
     )
-    lacking = {f"{name} + liger": f"needs {missing}" for name in gpu_step.THEIRS} if missing else {}
+    lacking = {f"{name} + liger": f"needs {missing}" for name in THEIRS} if missing else {}
     assert {
         name: row["outcome"] for name, row in rows.items() if row["outcome"] != "measured"
     } == lacking
@@ -126,12 +134,12 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
 
 def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():
     """Two variants of which the second takes half the time; two of its three steps are delayed."""
-    shape = Shape(gpu_step.TINY.architecture, 1, 16, 2)
+    shape = Shape(TINY.architecture, 1, 16, 2)
     full = Contender(Variant("fft"), shape, CPU, torch.float32)
     full.steps = [Elapsed(2.0, 4.0), Elapsed(2.0, 4.0), Elapsed(2.2, 4.0)]
     half = Contender(Variant("preserve"), shape, CPU, torch.float32)
     half.steps = [Elapsed(3.0, 2.1), Elapsed(1.0, 2.0), Elapsed(3.0, 2.0)]
-    reference, row = gpu_step.rows_of([full, half])
+    reference, row = rows_of_contenders([full, half], "tiny")
     assert (row["seconds_per_step"], row["seconds_min"], row["seconds_max"]) == (3.0, 1.0, 3.0)
     assert row["cpu_seconds_per_step"] == 2.0
     assert row["ratio_to_fft"] == 1.5
@@ -141,16 +149,39 @@ def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():
 
 
 def test_a_gpu_has_no_processor_time():
-    own = Contender(Variant("fft"), gpu_step.TINY, torch.device("cuda"), torch.float32)
+    own = Contender(Variant("fft"), TINY, torch.device("cuda"), torch.float32)
     own.steps = [Elapsed(2.0, 4.0)]
-    assert "cpu_seconds_per_step" not in own.row()
-    assert "ratio_to_fft_min" in gpu_step.columns_of(own.device)
-    assert "ratio_to_fft_cpu" not in gpu_step.columns_of(own.device)
+    assert "cpu_seconds_per_step" not in row_of(own, "tiny")
+    assert "ratio_to_fft_min" in columns_of(own.device)
+    assert "ratio_to_fft_cpu" not in columns_of(own.device)
 
 
 @pytest.mark.parametrize("method", ["fft", "preserve", "transformers_fft"])
 def test_a_mixture_of_experts_takes_a_turn(method):
-    shape = Shape(gpu_step.SHAPES["moe-96m"].architecture.with_name("qwen3-moe-3m.json"), 1, 16, 4)
+    shape = Shape(SHAPES["moe-96m"].architecture.with_name("qwen3-moe-3m.json"), 1, 16, 4)
     contender = Contender(Variant(method), shape, CPU, torch.float32)
     contender.turn(1)
-    assert contender.row()["outcome"] == "measured"
+    assert row_of(contender, "tiny")["outcome"] == "measured"
+
+
+def test_a_variant_without_enough_memory_gives_back_what_it_had(monkeypatch):
+    """The variants that follow need it."""
+    models_made = []
+    build = training_steps._build
+
+    def remembered(*arguments):
+        model = build(*arguments)
+        models_made.append(weakref.ref(model))
+        return model
+
+    def fails(_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(training_steps, "_build", remembered)
+    contender = Contender(Variant("adapt"), TINY, CPU, torch.float32)
+    contender.turn(1)
+    monkeypatch.setattr(training_steps, "set_randomly", fails)
+    contender.turn(1)
+    gc.collect()
+    assert row_of(contender, "tiny")["outcome"] == "out of memory"
+    assert [model() for model in models_made] == [None]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, gate_separation, generation_speed, sampling_throughput
-from benchmarks.gate_separation import NEW, OLD
+from benchmarks import checkpoint, expansion_loading, generation_speed, sampling_throughput
+from benchmarks.gate_separation import __main__ as gate_separation
+from benchmarks.gate_separation.__main__ import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
 from tests.self_generated.helpers import copied_stories
@@ -74,6 +75,19 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
         row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values()
     )
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+def test_expansions_are_loaded_with_their_base(tmp_path, monkeypatch):
+    sizes = ["--hidden-size", 1024, "--layers", 1, "--vocab-size", 64, "--turns", 1]
+    folder = ["--folder", tmp_path]
+    rows = rows_of(expansion_loading, tmp_path, monkeypatch, *sizes, *folder)
+    base, alone, all_of_them = rows
+    assert base["bytes"] == alone["bytes"] and base["ratio_to_bytes"] == 1
+    # Four expansions by an eighth, below whose gates and l_fp nothing reads x_up into x.
+    assert 1.4 < all_of_them["bytes_ratio"] < 2.1
+    for row in rows:
+        assert 0 < row["seconds_unread"] < row["seconds"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the models are gone"
 
 
 @pytest.mark.parametrize("of_chats", [False, True])

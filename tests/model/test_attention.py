@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.exactness import literal_attention
+from benchmarks.gpu.attention import literal_attention
 from pipeline.methods import method_for
 from pipeline.model.attention import (
     CausalAttention,

@@ -1,0 +1,1 @@
+"""The benchmark of one training step: `python -m benchmarks.gpu_step`."""

@@ -1,0 +1,41 @@
+"""The bases and batches on which a step is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.results import BASES, STORIES
+
+
+class Shape(NamedTuple):
+    """The sizes of a measured step.
+
+    Attributes:
+        architecture: the config.json of the base. No weights are read.
+        batch_size: rows of the micro-batch.
+        sequence_length: tokens of a row.
+        l_fp: the layers from this one on have W12; those below are preservation layers.
+    """
+
+    architecture: Path
+    batch_size: int
+    sequence_length: int
+    l_fp: int
+
+
+# The two shapes of the 1B have equally many tokens, so they differ in attention's share of the work
+# alone. On a GPU `l_fp` is a fifth of the layers, as in the paper (3 of 16); on a CPU half of them.
+SHAPES = {
+    "1b-8192": Shape(BASES / "llama-3.2-1b.json", 2, 8192, 3),
+    "1b-4096": Shape(BASES / "llama-3.2-1b.json", 4, 4096, 3),
+    "8b-4096": Shape(BASES / "llama-3.1-8b.json", 1, 4096, 6),
+    "102m": Shape(BASES / "llama-102m.json", 4, 256, 6),
+    # 64 experts, of which a token takes 8.
+    "moe-96m": Shape(BASES / "qwen3-moe-96m.json", 4, 256, 3),
+}
+ON_A_GPU = ("1b-8192", "1b-4096", "8b-4096")
+# Small enough for two cores, and wide enough that matrix products take most of a step.
+ON_A_CPU = ("102m", "moe-96m")
+TINY = Shape(STORIES / "config.json", 1, 16, 2)
+"""What --tiny measures instead of each shape: it shows that every variant runs, and no times."""

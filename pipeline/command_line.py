@@ -29,7 +29,7 @@ from pipeline.errors import (
     in_one_line,
 )
 from pipeline.hub import model_folder
-from pipeline.installation import with_pages_found
+from pipeline.installation import locate_docs
 
 
 def run_parsed(
@@ -73,7 +73,7 @@ def run(main: Callable[[], int | None]) -> None:
         elif code == INTERNAL_FAULT and not isinstance(error, UserError):
             traceback.print_exc()
         else:
-            _complain(f"error: {with_pages_found(in_one_line(error))}")
+            _complain(f"error: {locate_docs(in_one_line(error))}")
     sys.exit(code)
 
 
@@ -185,28 +185,67 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
 
 
 def named_reports(arguments: Iterable[str]) -> dict[str, str]:
-    """The files of --report-on, by name."""
+    """The files of --report-on, by name.
+
+    Raises:
+        ConfigError: two have one name.
+    """
     files: dict[str, str] = {}
     for argument in arguments:
         name, separator, file = argument.partition("=")
-        files[name] = file if separator else name
+        if not separator:
+            file = name
+        if name in files:
+            raise ConfigError(
+                f"--report-on: expected each name once, found {name} for {files[name]} and for "
+                f"{file}; give one of them another name"
+            )
+        files[name] = file
     return files
 
 
-def positive(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
+# The types of arguments below raise ArgumentTypeError for everything that they refuse: of a
+# ValueError argparse would print the function's name, "invalid non_negative value".
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from `least` on, and up to `most`."""
+    expected = f"expected a whole number of {least} or more"
+    if most is not None:
+        expected = f"expected a whole number from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{expected}, found {text!r}")
+        return number
+
+    return parse
+
+
+positive = whole_number(1)
+"""An argument that is a whole number of at least 1."""
+non_negative = whole_number(0)
+"""An argument that is a whole number of at least 0."""
+
+
+def fraction(text: str) -> float:
+    """An argument that is a number from 0 to 1."""
+    number = _number(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
     return number
 
 
-def non_negative(text: str) -> int:
-    """An argument that is a whole number of at least 0."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {number}")
-    return number
+def _number(text: str) -> float:
+    """The number that `text` is; NaN, which no range includes, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def day(text: str) -> date:
@@ -221,15 +260,16 @@ def day(text: str) -> date:
 
 def mebibytes(text: str) -> int:
     """An argument in MiB, above 0: its bytes."""
-    number = float(text)
+    number = _number(text)
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number of MiB above 0, found {text!r}")
     return int(number * 2**20)
 
 
 def share(text: str) -> tuple[int, int]:
     """An argument K/N: the K-th of N jobs that share their work, from 0."""
-    k, n = map(int, text.split("/"))
-    if not 0 <= k < n:
-        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, found {text}")
-    return k, n
+    expected = "expected K/N, two whole numbers with 0 <= K < N, such as 0/8"
+    job, separator, jobs = text.partition("/")
+    if not (separator and job.isdecimal() and jobs.isdecimal() and int(job) < int(jobs)):
+        raise argparse.ArgumentTypeError(f"{expected}, found {text!r}")
+    return int(job), int(jobs)

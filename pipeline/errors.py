@@ -19,7 +19,7 @@ from pathlib import Path
 # with 128 + its number.
 
 FINISHED = 0
-"""Finished."""
+"""The command did its work."""
 USER_ERROR = 1
 """A fault that the user must correct; the same command would fail again."""
 CONFIG_ERROR = 2
@@ -143,9 +143,9 @@ class ConversionError(UserError):
 
 
 # Marks that change the direction of text, with which a file name could pretend to be another one.
-_DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_DIRECTION_MARKS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _LONGEST_NAME = 4096
-_OF_THE_USER = {
+_USER_ERRNOS = {
     errno.EROFS,
     errno.ENOTDIR,
     errno.EACCES,
@@ -154,9 +154,9 @@ _OF_THE_USER = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
-"""Faults of a path that the user named, which another attempt meets again."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_PASSING = _FULL | {
+"""Faults of a path that the user named: another attempt would meet them again."""
+_FULL_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+_TRANSIENT_ERRNOS = _FULL_DISK_ERRNOS | {
     errno.EIO,
     errno.ESTALE,
     errno.ENOTCONN,
@@ -164,7 +164,7 @@ _PASSING = _FULL | {
     errno.EHOSTDOWN,
     errno.EREMOTEIO,
 }
-"""Faults of a file system, which may be gone at another attempt."""
+"""Faults of a file system, which may be over at another attempt."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -173,22 +173,22 @@ def exit_code_of(error: BaseException) -> int:
     A file system that refuses a path is the user's fault to correct; one that is full or fails may
     recover.
     """
-    if isinstance(error, OSError) and error.errno in _OF_THE_USER:
+    if isinstance(error, OSError) and error.errno in _USER_ERRNOS:
         return USER_ERROR
-    if _is_of_a_name(error):
+    if _is_name_not_in_utf8(error):
         return USER_ERROR
-    if isinstance(error, OSError) and error.errno in _PASSING:
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return TRANSIENT_FAULT
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
 
 
-def _is_of_a_name(error: BaseException) -> bool:
+def _is_name_not_in_utf8(error: BaseException) -> bool:
     """Whether a file's name is not UTF-8: Python keeps such bytes as surrogates."""
     return isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint, for the end of a message that refuses `name`; empty if no `known` name is like it."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for the end of a message that refuses `name`; empty if `known` has no similar name."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     if not matches:
         return ""
@@ -196,7 +196,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text of others as a terminal may show it, with control characters escaped.
+    """A text of unknown origin as a terminal may show it: its control characters are escaped.
 
     Line ends and tabs stay. Escape sequences could otherwise move the cursor or rename the window,
     and marks of direction would reorder the line.
@@ -213,16 +213,16 @@ def printable(text: str) -> str:
 def _is_control(character: str) -> bool:
     if character in "\n\t":
         return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in _DIRECTIONS
+    return unicodedata.category(character) in ("Cc", "Cs") or character in _DIRECTION_MARKS
 
 
 def in_one_line(error: BaseException) -> str:
     """An exception in one line that a terminal may show, with its type if it is a bug's."""
-    return printable(_line_of(error))
+    return printable(_plain_line(error))
 
 
-def _line_of(error: BaseException) -> str:
-    if isinstance(error, UnicodeEncodeError) and _is_of_a_name(error):
+def _plain_line(error: BaseException) -> str:
+    if isinstance(error, UnicodeEncodeError) and _is_name_not_in_utf8(error):
         name = error.object[:_LONGEST_NAME]
         return (
             f"{name}: expected a name in UTF-8, found another encoding; rename the file or folder, "
@@ -237,10 +237,10 @@ def _line_of(error: BaseException) -> str:
 
 def _line_of_system_fault(error: OSError) -> str:
     place = error.filename or "the output"
-    if error.errno in _FULL:
-        room = _room_at(error.filename)
-        return f"no space left on the disk of {place}{room}; free some and start again"
-    if error.errno in _PASSING:
+    if error.errno in _FULL_DISK_ERRNOS:
+        free = _free_space_at(error.filename)
+        return f"no space left on the disk of {place}{free}; free some and start again"
+    if error.errno in _TRANSIENT_ERRNOS:
         return f"{place}: {error.strerror}; check that file system, then start again"
     return (
         f"{place}: {error.strerror}; name a place that this user can read and write, or change its "
@@ -248,7 +248,7 @@ def _line_of_system_fault(error: OSError) -> str:
     )
 
 
-def _room_at(path: object) -> str:
+def _free_space_at(path: object) -> str:
     """How much of the disk of `path` is free, for a message.
 
     The disk may have room where the user's quota is full.
@@ -271,15 +271,15 @@ def _room_at(path: object) -> str:
 def is_full_disk(error: BaseException) -> bool:
     """Whether `error`, of the system or of safetensors, says that a disk or a quota is full."""
     if isinstance(error, OSError):
-        return error.errno in _FULL
+        return error.errno in _FULL_DISK_ERRNOS
     if type(error).__name__ != "SafetensorError":
         return False
     number = re.search(r"\(os error (\d+)\)", str(error))
-    return number is not None and int(number[1]) in _FULL
+    return number is not None and int(number[1]) in _FULL_DISK_ERRNOS
 
 
 @contextmanager
-def full_disk_names(path: Path) -> Iterator[None]:
+def full_disk_error_names(path: Path) -> Iterator[None]:
     """Adds the name of `path`, which the block writes, to the error of a full disk.
 
     The system's error has no name where the write was to an open file.

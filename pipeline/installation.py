@@ -5,15 +5,30 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+SHIPPED = ("configs", "ds_configs", "slurm", "examples")
+"""What a folder to work in holds: configurations, batch scripts, and the demo's model and texts."""
+
 _PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
 
 
-def with_pages_found(text: str) -> str:
-    """`text` with every page of docs/ that it names as a user of the package can find it.
+def shipped() -> Path:
+    """The folder that holds `SHIPPED`: inside an installed package, or else the checkout.
 
-    In the project's folder the names stay. Elsewhere the table of settings is what a command
-    prints. Other pages get their whole path if this is a checkout; else the text says that they
-    are in the source.
+    setup.py copies them into the package.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / "shipped"
+    if inside.is_dir():
+        return inside
+    return package.parent
+
+
+def locate_docs(text: str) -> str:
+    """`text`, in which each page of docs/ is named as this user can find it.
+
+    In the project's folder `docs/gate.md` stays. Elsewhere it becomes its whole path in the
+    checkout, or, without a checkout, "docs/gate.md in the source of scale-cpt". In place of
+    docs/configuration.md stands the command that prints the same tables.
     """
     if Path("docs/configuration.md").exists():
         return text
@@ -28,19 +43,3 @@ def with_pages_found(text: str) -> str:
         return f"{page[0]} in the source of scale-cpt"
 
     return _PAGE.sub(place_of, text)
-
-
-SHIPPED = ("configs", "ds_configs", "slurm", "examples")
-"""What a folder to work in holds: configurations, batch scripts, and the demo's model and texts."""
-
-
-def shipped() -> Path:
-    """The folder that holds `SHIPPED`: inside an installed package, or else the checkout.
-
-    setup.py copies them into the package.
-    """
-    package = Path(__file__).resolve().parent
-    inside = package / "shipped"
-    if inside.is_dir():
-        return inside
-    return package.parent

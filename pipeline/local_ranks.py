@@ -2,8 +2,9 @@
 
     python -m pipeline.local_ranks 2 -m pipeline train configs/demo.yaml
 
-torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and
-starts each rank in a session of its own, where it survives when torchrun is killed.
+Why not torchrun: it exits with 1 whatever its ranks' exit codes are, waits half a minute for a
+stopped rank, and starts each rank in a session of its own, where it survives when torchrun is
+killed.
 """
 
 from __future__ import annotations
@@ -73,18 +74,22 @@ def run_ranks(command: Sequence[str], count: int) -> int:
                 subprocess.Popen(
                     [sys.executable, *command],
                     env=environment,
-                    # They save and end where SIGKILL ends this process.
+                    # SIGKILL ends this process without a trap: its ranks then get SIGTERM, at
+                    # which they save and end.
                     preexec_fn=partial(stop_with_parent, os.getpid()),
                 )
             )
         # The watchdog of the other ranks ends them within seconds; what is left then hangs in a
         # system call.
         grace_s = float(os.environ.get("EXIT_GRACE_S", "15"))
-        return _highest_exit_code(ranks, grace_s)
+        return _wait_for_ranks(ranks, grace_s)
 
 
-def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
-    """Waits for all ranks; kills those that do not end within `grace_s` of the first."""
+def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
+    """Waits for all ranks, and kills those that do not end within `grace_s` of the first.
+
+    Returns their highest exit code.
+    """
     highest = 0
     first_failed: int | None = None
     deadline: float | None = None
@@ -116,9 +121,10 @@ def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> 
 
 
 def _ended_ranks(running: dict[int, subprocess.Popen[bytes]]) -> list[int]:
-    """The ranks that have ended, those that aborted last.
+    """The ranks that have ended, with those that aborted at the end of the list.
 
-    An abort may only follow from what another rank met in the same moment.
+    NCCL aborts a rank whose peer has failed. Where both have ended since the last poll, the peer
+    must come first, so that its exit code counts and the abort does not.
     """
     ended = []
     aborted = []

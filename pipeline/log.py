@@ -33,7 +33,7 @@ _ERASED = "\r\x1b[K"
 _T = TypeVar("_T")
 
 
-class _Where(logging.Filter):
+class _RankFilter(logging.Filter):
     """Adds `rank@node` to every record, and drops records below WARNING on ranks other than 0."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -61,10 +61,10 @@ def node() -> str:
 
 def configure(level: int = logging.INFO) -> None:
     """Sends the package's records to stderr, with the rank that the environment names."""
-    handler = _Lines(sys.stderr)
+    handler = _StderrHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(
-        _Where(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        _RankFilter(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     )
     root = logging.getLogger("pipeline")
     root.handlers[:] = [handler]
@@ -85,7 +85,7 @@ def clear_terminal_line() -> None:
         sys.stderr.write(_ERASED)
 
 
-class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes records to stderr, each in a line of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:

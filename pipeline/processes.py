@@ -1,4 +1,4 @@
-"""What identifies this machine and the processes on it."""
+"""Processes on Linux: which machine they are on, whether they live, and what ends them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def use_utf8() -> None:
 
 
 @lru_cache(maxsize=1)
-def machine() -> str:
-    """The id of this machine's last boot, and of this process's PID namespace.
+def machine_id() -> str:
+    """Identifies the machine within which a process id means one process.
 
-    Two processes of the same number on this machine differ in it. Host names need not be unique,
-    and containers on one host have their own namespaces.
+    It is the id of the last boot and of this process's PID namespace: host names need not be
+    unique, and each container on a host has process ids of its own.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def stop_with_parent(parent: int) -> None:
-    """Has this process stopped by SIGTERM when its parent ends, however that ends, on Linux.
+    """Has the kernel send SIGTERM to this process when its parent ends, in whatever way.
 
-    Otherwise a parent that SIGKILL ends leaves it behind. Elsewhere than on Linux nothing happens.
+    Without it, a parent that SIGKILL ends leaves its children behind. On other systems than Linux
+    nothing happens.
 
     Args:
         parent: the process id of the parent, which may have ended already.
@@ -46,6 +47,7 @@ def stop_with_parent(parent: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A parent that ended before the call above sends no signal any more.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 

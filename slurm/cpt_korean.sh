@@ -43,13 +43,17 @@ if [[ "${arguments[0]:-}" == --dry-run ]]; then
     here python -m pipeline train --dry-run "${planned[@]}"
 fi
 
-((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
+if ((${#arguments[@]} > 0)); then
+    STAGES=${arguments[*]}
+fi
 all_stages="clean tokenize sample upscale train gate convert evaluate"
 STAGES=${STAGES:-$all_stages}
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of
 # tokenization.
-[[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
+if [[ " $STAGES " == *" train "* ]]; then
+    EXPECTED_WORLD_SIZE=$(count_ranks)
+fi
 export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do

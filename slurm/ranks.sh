@@ -62,7 +62,9 @@ count_ranks() {
     if on_slurm; then
         ranks=${SLURM_NTASKS:-$nodes}
         # One task per node but several GPUs: --ntasks-per-node was not set. One rank per GPU.
-        ((ranks != nodes || ${SLURM_GPUS_ON_NODE:-0} < 2)) || ranks=$((nodes * SLURM_GPUS_ON_NODE))
+        if ((ranks == nodes && ${SLURM_GPUS_ON_NODE:-0} > 1)); then
+            ranks=$((nodes * SLURM_GPUS_ON_NODE))
+        fi
     else
         ranks=${NPROC:-$(gpus_here)}
     fi

@@ -52,7 +52,10 @@ may_go_on() {
     echo "scale-cpt may-retry itself ended with exit code $verdict"
     case "$code" in
         "$USER_ERROR" | "$CONFIG_ERROR" | "$FOLDER_TAKEN" | "$INTERRUPTED") return 1 ;;
-        *) ((${SLURM_RESTART_COUNT:-${restarts_here:-0}} < (idle < most ? idle : most))) ;;
+        *)
+            local restarts=${SLURM_RESTART_COUNT:-${restarts_here:-0}}
+            ((restarts < idle && restarts < most))
+            ;;
     esac
 }
 

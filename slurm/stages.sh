@@ -31,13 +31,15 @@ run_stage() {
         say "$name"
         attempt "$@"
         code=$stage_code
-        [[ "$code$stop_signal" != 0 ]] || break
-        # After a signal, success and death by a signal both mean "saved". Another exit code is a
-        # fault.
-        if ((code == RESUME_LATER)) ||
-            { [[ -n "$stop_signal" ]] && ((code == 0 || code > 128)); }; then
-            [[ "$stop_signal" != INT ]] || ((code <= 128)) || code=$INTERRUPTED
-            ((code == INTERRUPTED)) || code=$RESUME_LATER
+        if ((code == 0)) && [[ -z "$stop_signal" ]]; then
+            break
+        elif has_stopped "$code"; then
+            # Ctrl-C that killed the stage is the user's will, and no reason to resume.
+            if [[ "$stop_signal" == INT ]] && ((code > 128)); then
+                code=$INTERRUPTED
+            elif ((code != INTERRUPTED)); then
+                code=$RESUME_LATER
+            fi
             say "stopped at $name"
         else
             complain "error: stage $name ended with exit code $code; its first error above says why"
@@ -46,6 +48,13 @@ run_stage() {
         try_again "$name" "$code" || exit "$code"
     done
     set +m
+}
+
+# Whether a stage with this exit code was stopped and saved. After a signal, success and death by a
+# signal (128 + its number) both mean that; another exit code is a fault.
+has_stopped() {
+    (($1 == RESUME_LATER)) && return 0
+    [[ -n "$stop_signal" ]] && (($1 == 0 || $1 > 128))
 }
 
 # Runs the stage once, and sets stage_code. Do not call it in a condition (if, ||), where bash
@@ -69,12 +78,16 @@ attempt() {
 # However this script ends, its stage is asked to save and stop.
 end_stage() { [[ -z "$stage_runs" ]] || kill -s TERM "$stage_pid" 2>/dev/null || true; }
 
+# Passes signal $1 on to the stage, as a signal that its command takes as "save and stop".
 forward() {
-    local sent=TERM # a background command of a shell without job control ignores INT
+    local sent=$1 is_second_interrupt=""
+    [[ "$stop_signal $1" != "INT INT" ]] || is_second_interrupt=true
     if ! on_slurm; then
-        [[ "$1" == HUP ]] || sent=$1
-    elif [[ -n "$through_srun" && "$stop_signal $1" != "INT INT" ]]; then
-        sent=USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
+        [[ "$1" != HUP ]] || sent=TERM
+    elif [[ -n "$through_srun" && -z "$is_second_interrupt" ]]; then
+        sent=USR1 # at TERM srun kills every rank
+    else
+        sent=TERM # a background command of a shell without job control ignores INT
     fi
     stop_signal=$1
     # A shell that was just forked still has its parent's traps and would lose the signal. Another

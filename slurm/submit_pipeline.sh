@@ -44,6 +44,9 @@ one_node=(--nodes=1 "${serial[@]}")
 # Conversion and evaluation do not save: they need no time before the limit.
 one_node_to_the_end=(--nodes=1 --signal=B:USR1@10 "${serial[@]}")
 
+# A job for cleaning only if a corpus has a section `clean`: `config show` indents it by six blanks,
+# below data.corpora.<name>, and prints `clean: null` where there is none. Errors are hidden here,
+# because the first job reports a configuration that cannot be read.
 settings=$(here python -m pipeline config show "${run[@]}" 2>/dev/null || true)
 if grep -q '^      clean:$' <<<"$settings"; then
     submit cleaning "${one_node[@]}" slurm/cpt_korean.sh "${run[@]}" clean

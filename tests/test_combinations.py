@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.checks.inputs import RunInputs, check_fits
+from pipeline.checks.inputs import RunInputs
+from pipeline.checks.model_fit import check_fits
 from pipeline.config.method import Lora, Method, ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.formats import unsupported_reason

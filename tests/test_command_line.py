@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.command_line import run
+from pipeline.command_line import (
+    fraction,
+    mebibytes,
+    named_reports,
+    non_negative,
+    positive,
+    run,
+    share,
+    whole_number,
+)
 from pipeline.errors import (
     INTERNAL_FAULT,
     TRANSIENT_FAULT,
     USER_ERROR,
+    ConfigError,
     DataError,
     StudyError,
     worth_another_attempt,
@@ -152,3 +164,34 @@ def test_a_folder_whose_name_is_in_another_encoding_is_printed_as_it_is(tmp_path
     korean = "글".encode("euc-kr")
     done = tokenize(text, Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + korean)))
     assert done.returncode == 0 and b"/" + korean + b": 1 documents" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (positive, "two", "expected a whole number of 1 or more, found 'two'"),
+        (positive, "0", "expected a whole number of 1 or more, found '0'"),
+        (non_negative, "1.5", "expected a whole number of 0 or more, found '1.5'"),
+        (whole_number(0, 64), "65", "expected a whole number from 0 to 64, found '65'"),
+        (fraction, "5", "expected a number from 0 to 1, found '5'"),
+        (fraction, "nan", "expected a number from 0 to 1, found 'nan'"),
+        (mebibytes, "64MiB", "expected a number of MiB above 0, found '64MiB'"),
+        (share, "3", "such as 0/8, found '3'"),
+        (share, "8/8", "such as 0/8, found '8/8'"),
+        (share, "-1/8", "such as 0/8, found '-1/8'"),
+    ],
+)
+def test_an_argument_of_the_wrong_form_is_told_the_right_one(kind, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
+        kind(text)
+
+
+def test_an_argument_of_the_right_form_becomes_its_value():
+    assert (positive("1"), non_negative("0"), whole_number(0, 64)("64")) == (1, 0, 64)
+    assert (fraction("0.01"), mebibytes("0.5"), share("7/8")) == (0.01, 2**19, (7, 8))
+
+
+def test_two_reports_of_one_name_are_refused():
+    assert named_reports(["ko=a.txt", "b.txt"]) == {"ko": "a.txt", "b.txt": "b.txt"}
+    with pytest.raises(ConfigError, match=r"--report-on: .* found ko for a\.txt and for b\.txt"):
+        named_reports(["ko=a.txt", "ko=b.txt"])

@@ -24,7 +24,7 @@ from pipeline.files.json_files import read_object, read_record, write_json, writ
 from pipeline.files.publishing import publish_first, write_text
 from pipeline.files.reading import is_plain_name, read_inside, read_text
 from pipeline.files.threads import in_threads
-from pipeline.installation import with_pages_found
+from pipeline.installation import locate_docs
 from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, refuse_calls
 from tests.files import change_json
 from tests.kills import outlives
@@ -192,14 +192,14 @@ def test_the_error_of_a_full_disk_names_what_was_written(small_disk, kind):
 
 def test_pages_are_named_as_a_user_finds_them(tmp_path, monkeypatch):
     text = "expected a number; docs/configuration.md lists every setting (docs/gate.md#cost)"
-    assert with_pages_found(text) == text, "in the project's folder"
+    assert locate_docs(text) == text, "in the project's folder"
     monkeypatch.chdir(tmp_path)
     root = Path(installation.__file__).parents[1]
     settings = "expected a number; scale-cpt describe-config lists every setting"
-    assert with_pages_found(text) == f"{settings} ({root}/docs/gate.md#cost)"
+    assert locate_docs(text) == f"{settings} ({root}/docs/gate.md#cost)"
     installed = tmp_path / "site-packages" / "pipeline" / "installation.py"
     monkeypatch.setattr(installation, "__file__", str(installed))
-    assert with_pages_found(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"
+    assert locate_docs(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"
 
 
 def _be_first(own: Path, path: Path, refusals: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.checks.checklist import begin, faults_of
+from pipeline.checks.checklist import check_stage, faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
@@ -116,11 +116,11 @@ def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, token
     assert load_config(path, base="named").base == Path("org/stories")
     config = load_config(path)
     assert config.base == config.tokenizer == cache
-    inputs = begin(config, 1, "train")
+    inputs = check_stage(config, 1, "train")
     assert inputs.base.path == cache
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
-        begin(load_config(path), 1, "train")
+        check_stage(load_config(path), 1, "train")
     wanted = FirstRun(
         "first", Path("org/stories@main"), [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
     )

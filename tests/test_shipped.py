@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checks.inputs import check_fits
+from pipeline.checks.model_fit import check_fits
 from pipeline.config.run import load_config
 from pipeline.config.stage_plan import training_stages
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config

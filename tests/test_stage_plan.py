@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.config.run import load_config
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import stage_after, tokens_after, training_stages
@@ -99,7 +99,7 @@ def test_what_does_not_fit_the_base_or_the_ranks_is_a_fault_before_training(
 ):
     config = load_config(write_config(tmp_path, tmp_path, stages=stages))
     with pytest.raises(error, match=fault):
-        begin(config, 1, "tokenize")
+        check_stage(config, 1, "tokenize")
 
 
 def test_a_stage_has_the_runs_settings_but_for_its_own(tmp_path):

@@ -27,8 +27,9 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from benchmarks.results import BASES, STORIES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, opened, report
 from pipeline import methods
-from pipeline.checks import allocation
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
+from pipeline.checks.preflight.allocation import Allocation
+from pipeline.checks.preflight.input_files import check_corpora, check_same_files
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.tokenize.corpora import corpus_jobs
@@ -96,15 +97,15 @@ def start(config: RunConfig, ranks: int) -> Row:
     def rank_main(rank: int) -> list[float]:
         dist.init_process_group(backend="threaded", rank=rank, world_size=ranks, store=store)
         times = [time.thread_time()]
-        inputs = broadcast_from_rank0(lambda: begin(config, ranks, "train"))
+        inputs = broadcast_from_rank0(lambda: check_stage(config, ranks, "train"))
         row["broadcast_kib"] = round(len(pickle.dumps(inputs)) / 1024, 1)
         times.append(time.thread_time())
         nodes = [f"node{number // RANKS_PER_NODE}" for number in range(ranks)]
         device = torch.device("cpu")
         # The checks below take the default process group; no other is made before DeepSpeed begins.
         no_groups: Any = None
-        allocated = allocation.Allocation(inputs, no_groups, device, nodes)
-        for check in (allocation.check_same_files, allocation.check_corpora):
+        allocated = Allocation(inputs, no_groups, device, nodes)
+        for check in (check_same_files, check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
         trainer.hash_base(inputs)

@@ -15,17 +15,6 @@ from typing import Literal, TypeAlias
 import torch
 
 from pipeline import log
-from pipeline.checks.allocation import (
-    Allocation,
-    check_corpora,
-    check_data_parallel_all_reduce,
-    check_disk,
-    check_matrix_products,
-    check_memory,
-    check_same_files,
-    check_tensor_parallel_all_reduce,
-)
-from pipeline.checks.devices import Finding
 from pipeline.checks.input_checks import (
     check_base,
     check_deepspeed_config,
@@ -49,6 +38,16 @@ from pipeline.checks.input_checks import (
     check_trackers,
 )
 from pipeline.checks.inputs import RunInputs
+from pipeline.checks.preflight.all_reduce import (
+    check_data_parallel_all_reduce,
+    check_tensor_parallel_all_reduce,
+)
+from pipeline.checks.preflight.allocation import Allocation
+from pipeline.checks.preflight.checkpoint_disk import check_disk
+from pipeline.checks.preflight.findings import Finding
+from pipeline.checks.preflight.input_files import check_corpora, check_same_files
+from pipeline.checks.preflight.matrix_products import check_matrix_products
+from pipeline.checks.preflight.memory import check_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import TRANSIENT_FAULT, PreflightError, UserError
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
@@ -117,17 +116,20 @@ PREFLIGHT_CHECKS: tuple[RankCheck, ...] = (
 )
 
 
-def begin(config: RunConfig, world_size: int, stage: Literal["tokenize", "train"]) -> RunInputs:
-    """Makes the checks of a stage before it begins.
+def check_stage(
+    config: RunConfig, world_size: int, stage: Literal["tokenize", "train"]
+) -> RunInputs:
+    """Makes the checks of a stage before it begins; returns the inputs that they opened.
 
-    The inputs that the checks of training opened stay open, and are broadcast: other ranks do not
-    read them again.
+    Rank 0 of training makes them and broadcasts the inputs, so that other ranks do not read them
+    again.
 
     Raises:
         UserError: the first fault that a check finds.
     """
     inputs = RunInputs(config, world_size)
-    for check in TOKENIZE_CHECKS if stage == "tokenize" else TRAIN_CHECKS:
+    checks = TOKENIZE_CHECKS if stage == "tokenize" else TRAIN_CHECKS
+    for check in checks:
         check(inputs)
     return inputs
 
@@ -150,7 +152,7 @@ def check_allocation(inputs: RunInputs, groups: ProcessGroups, device: torch.dev
 
     Raises:
         PreflightError: With all faults, on rank 0; another attempt may succeed if all of them are
-            passing.
+            transient.
         SystemExit: On the other ranks.
     """
     if not inputs.config.preflight.enabled:
@@ -176,11 +178,11 @@ def refuse_faults(findings: list[Finding]) -> None:
     """
     texts: list[str] = []
     broken_nodes: set[str] = set()
-    all_passing = True
+    all_transient = True
     for finding in findings:
         for fault in finding.faults:
             texts.append(fault.text)
-            all_passing = all_passing and fault.passing
+            all_transient = all_transient and fault.transient
             if fault.node is not None:
                 broken_nodes.add(fault.node)
     if not texts:
@@ -190,4 +192,4 @@ def refuse_faults(findings: list[Finding]) -> None:
         option = f"--exclude={','.join(sorted(broken_nodes))}"
         message += f"; to exclude the broken nodes from the job: {option}"
     # The exit code of a transient fault requeues the job, which helps only if all faults may pass.
-    raise PreflightError(message, TRANSIENT_FAULT if all_passing else None)
+    raise PreflightError(message, TRANSIENT_FAULT if all_transient else None)

@@ -5,7 +5,6 @@ Nothing here calls a collective: dry runs and stages of one process use it, too.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,8 @@ from pipeline.checkpoint.manifest import (
     describe_run,
     load_manifest,
 )
+from pipeline.checks.lost_checkpoints import check_no_checkpoint_is_lost
+from pipeline.checks.model_fit import check_fits, read_parameter_groups
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.conversion.convert import run_texts
@@ -35,24 +36,18 @@ from pipeline.data.dataset.samples import (
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import CheckpointError, ConfigError, DamagedCheckpointError, UserError
+from pipeline.errors import DamagedCheckpointError, UserError
 from pipeline.evaluation.benchmarks import Tasks
 from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.hosted.bases import check_dtype, open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
-from pipeline.methods.parameter_groups import GroupRow, group_rows
+from pipeline.methods.parameter_groups import GroupRow
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.run_folder.attempts import NAME as ATTEMPTS
-from pipeline.run_folder.attempts import read_attempts
-from pipeline.run_folder.checkpoint_names import named_checkpoint
-from pipeline.run_folder.metrics import METRICS
-from pipeline.run_folder.status import TRAINING, is_trained
-from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
-from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
+from pipeline.run_folder.status import is_trained
 
 _logger = log.get_logger(__name__)
 
@@ -275,97 +270,3 @@ class RunInputs:
         if self.finished:
             return True
         return self.method.expansion is None or not self.method.expansion.is_trained
-
-
-def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow]:
-    """The table of groups of a run on a base of this architecture, without memory; of a run in
-    stages, those of each stage.
-
-    Raises:
-        ConfigError: a factor of the schedule, or a stage's `trains`, is for parameters that are not
-            there.
-    """
-    rows: list[GroupRow] = []
-    with torch.device("meta"):
-        if not config.stages:
-            model = training_method(config).build(spec, SINGLE, "none")
-            return group_rows(model, config.schedule)
-        for stage in training_stages(config):
-            model = build_model(stage.config, spec, SINGLE)
-            rows += group_rows(
-                model, stage.config.schedule, stage=stage.name, resting=model.resting
-            )
-    return rows
-
-
-def check_no_checkpoint_is_lost(config: RunConfig) -> None:
-    """Checks that a run that was saved still has a checkpoint; otherwise it would begin at step 0.
-
-    Damaged checkpoints are reported where a run resumes.
-
-    Raises:
-        CheckpointError: The run's records say that it was saved, and no checkpoint is left.
-    """
-    folder = config.folder
-    checkpoints = config.checkpoint_folder
-    if any(checkpoints.glob("step_*")) or named_checkpoint(checkpoints) is not None:
-        return
-    kept: list[str] = []
-    for name in (TRAINING, METRICS):
-        if (folder / name).exists():
-            kept.append(name)
-    saved = 0
-    for attempt in read_attempts(folder):
-        saved = max(saved, attempt.newest_checkpoint_step)
-    if is_trained(folder):
-        found = f"{folder / TRAINING} says that the run is trained"
-    elif kept and saved:
-        found = f"{folder / ATTEMPTS} says that the run was saved at step {saved}"
-    else:
-        return
-    raise CheckpointError(
-        f"{checkpoints}: holds no checkpoint, but {found}; put the checkpoints back, or, to train "
-        f"from step 0, move {' and '.join(kept)} away or name another `folder` in the configuration"
-    )
-
-
-def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
-    """Builds the run's model on a base of this architecture, without memory or collectives.
-
-    Raises:
-        ConfigError: The method, the layout, the gate's layer or the sequence length does not fit
-            the base.
-    """
-    longest = spec.max_position_embeddings
-    # Rotary angles beyond the base's context were never trained. Most bases write nonsense there,
-    # and nothing raises an error.
-    lengths = {"data": config.data.sequence_length}
-    for stage in config.stages:
-        if stage.sequence_length is not None:
-            lengths[f"stages.{stage.name}"] = stage.sequence_length
-    for section, length in lengths.items():
-        if length > longest:
-            raise ConfigError(
-                f"{section}.sequence_length: {length} is beyond the base's context of {longest} "
-                f"tokens; use at most {longest}"
-            )
-    parallel = config.parallel
-    ranks = imagined_ranks(
-        parallel.tp_size,
-        Counter(),
-        sequence_parallel=parallel.sequence_parallel,
-        expert_parallel=imagined_expert_ranks(parallel.expert_size, Counter()),
-    )
-    with torch.device("meta"):
-        # The whole run first, which checks `trains` of all stages, and data.sequence_length. Then
-        # each stage, which may have another sequence length.
-        model = build_model(config, spec, ranks)
-        if config.stages:
-            for stage_of_run in training_stages(config):
-                build_model(stage_of_run.config, spec, ranks)
-    if config.gate is not None:
-        if model.plan is not None:
-            model.plan.gate_layer(config.gate.layer)
-        else:
-            # Full fine-tuning: the gate reads the base, which runs beside the trained model.
-            checked_gate_layer(config.gate.layer, GATE_LAYER, spec.num_layers)

@@ -20,7 +20,7 @@ from pipeline.config.method import title_of
 from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
 from pipeline.conversion.model_card import markdown_table
-from pipeline.conversion.verify import windows_of
+from pipeline.conversion.probe import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
@@ -52,7 +52,8 @@ OUTPUT = "output.base"
 # The tensors of an export with an extended vocabulary whose last rows are of new tokens, and the
 # names that these rows have beside the base's.
 _NEW_ROWS = {EMBEDDING: NEW_ROWS[0], OUTPUT: NEW_ROWS[1]}
-# A ScaleConfig without an expansion. Heads are the base's: what is left of all.
+# The entries of a ScaleConfig without an expansion. The numbers of heads are not among them:
+# `base_entries` subtracts the added heads from all heads.
 _NO_EXPANSION: dict[str, Any] = {
     "expansion_hidden_size": 0,
     "expansion_intermediate_size": 0,
@@ -76,18 +77,18 @@ class ExpansionExport:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights, but for its gate's."""
+        """The type of all weights but the gate's."""
         dtype: torch.dtype = getattr(torch, self.config["dtype"])
         return dtype
 
     @property
     def base_rows(self) -> int:
-        """How many tokens the base has; those of an extended vocabulary follow."""
+        """How many tokens the base has; the ids of new tokens follow them."""
         return int(self.config["base_vocab_size"])
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens its vocabulary has beside the base's."""
+        """How many tokens the vocabulary has beside the base's."""
         return int(self.config["vocab_size"]) - self.base_rows
 
     @property
@@ -99,8 +100,9 @@ class ExpansionExport:
 
     @cached_property
     def base(self) -> dict[str, PlannedTensor]:
-        """The base's tensors by name, without rows of new tokens; its output too where that is its
-        embedding.
+        """The base's tensors by name, without the rows of new tokens.
+
+        An output that is tied to the embedding is listed too.
         """
         own: dict[str, PlannedTensor] = {}
         for name, tensor in stored_tensors(self.folder).items():
@@ -197,14 +199,18 @@ def _unsupported_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
-    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions
-    get there.
+    """Writes a folder that holds the base once, and the expansion of each of `runs`.
 
-    It appears, in place of an earlier combination, when each of them has been verified.
+    The folder appears, in place of an earlier combination, when each expansion has been verified.
+
+    Args:
+        folder: the folder to write.
+        runs: by the name that the expansion gets, the folder of its run or export.
 
     Raises:
-        ConversionError: an export cannot be combined, or is of another base; a name is none; what
-            was written computes something else than the export.
+        ConversionError: an export cannot be combined, or is of another base; a name has other
+            characters than a name may have; what was written computes something else than the
+            export.
         OutputError: `folder` holds something else.
     """
     for name in runs:
@@ -244,7 +250,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _check_base(first: ExpansionExport, export: ExpansionExport) -> None:
-    """Compares the bases of two exports to the bit, but for the numbers of special tokens.
+    """Compares the bases of two exports to the bit; ids of special tokens may differ.
 
     Raises:
         ConversionError: they differ.

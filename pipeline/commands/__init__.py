@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from pipeline import __version__
-from pipeline.errors import CONFIG_ERROR, nearest
-from pipeline.installation import with_pages_found
+from pipeline.errors import CONFIG_ERROR, did_you_mean
+from pipeline.installation import locate_docs
 
 PROGRAM = "scale-cpt"
 
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        hint = nearest(value, choices) if isinstance(value, str) else ""
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
         raise argparse.ArgumentError(
             action, f"invalid choice: {value!r}{hint}; choose from {', '.join(choices)}"
         )
@@ -75,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             options = re.findall(r"--[a-z][a-z-]*", self.format_help())
-            self.error(f"unknown argument: {unknown[0]}{nearest(name, options)}")
+            self.error(f"unknown argument: {unknown[0]}{did_you_mean(name, options)}")
         return parsed, unknown
 
 
@@ -98,7 +98,7 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
         )
         if command in wanted:
             module = load(command)
-            subparser.description = with_pages_found(module.__doc__ or "")
+            subparser.description = locate_docs(module.__doc__ or "")
             module.add_options(subparser)
             subparser.set_defaults(main=module.main)
     return parser

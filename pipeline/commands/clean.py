@@ -21,7 +21,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
 from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import MissingPackageError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
         for job in cleaning_jobs(config.data):
             print(estimate(job, arguments.workers))
     else:
-        with stage_of(config, "clean", alone=True):
+        with serial_stage(config, "clean", locked=True):
             if not all(cleaned_folder(config.data, name).is_dir() for name in names):
                 _check(config, arguments)
             _clean(config, arguments)
@@ -82,13 +82,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _check(config: RunConfig, arguments: argparse.Namespace) -> None:
     """What tokenization would refuse is found before hours of cleaning."""
-    from pipeline.checks.checklist import begin  # Here, because it loads torch.
+    from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
     for files in named_inputs(config.data):
         named_files(files)
     # slurm/cpt_korean.sh says how many ranks will train on the tokens.
     ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
-    begin(load_config(arguments.run, arguments.set), ranks, "tokenize")
+    check_stage(load_config(arguments.run, arguments.set), ranks, "tokenize")
 
 
 def _clean(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from pipeline import command_line, log
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
 
@@ -87,7 +87,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--bits",
         type=int,
         choices=(4, 8, 16),
-        help="with --format difference: of an element of a matrix within layers (default: 4)",
+        help="with --format difference: the bits that store an element of a layer's matrix "
+        "(default: 4)",
     )
     parser.add_argument(
         "--min-count",
@@ -123,7 +124,7 @@ def _format(text: str) -> str:
 def main(arguments: argparse.Namespace) -> None:
     _check(arguments)
     config = load_config(arguments.run, arguments.set) if arguments.run else None
-    with stage_of(config, "convert", alone=True):
+    with serial_stage(config, "convert", locked=True):
         _convert(config, arguments)
 
 
@@ -169,7 +170,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         run_sources,
     )
     from pipeline.conversion.difference import FOUR_BITS
-    from pipeline.conversion.verify import probe_maker
+    from pipeline.conversion.probe import probe_maker
     from pipeline.data.sources.records import Keys
     from pipeline.hf.served_tokenizer import texts_of
 

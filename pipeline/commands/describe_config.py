@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config.run import RunConfig
-from pipeline.installation import with_pages_found
+from pipeline.installation import locate_docs
 
 _WORDS = {
     int: "integer",
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print(with_pages_found("".join(_tables())), end="")
+    print(locate_docs("".join(_tables())), end="")
 
 
 def _tables() -> Iterator[str]:

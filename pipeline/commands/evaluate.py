@@ -26,13 +26,15 @@ from pipeline.command_line import (
     add_run,
     add_text_key_option,
     folder_or_hub,
+    non_negative,
     positive,
+    whole_number,
 )
 from pipeline.config.run import load_config
 from pipeline.data.sources.records import Keys, SpecialTokens
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
 
@@ -90,11 +92,11 @@ def _add_perplexity_options(group: argparse._ArgumentGroup) -> None:
         "(default: text where the tokenizer can)",
     )
     group.add_argument(
-        "--context", type=int, help="tokens in a window (default: the model's, at most 4096)"
+        "--context", type=positive, help="tokens in a window (default: the model's, at most 4096)"
     )
     group.add_argument(
         "--max-bytes",
-        type=int,
+        type=non_negative,
         default=2**17,
         help="bytes scored of each file, at most a sixteenth of them in one document "
         "(default: 131072; 0: all)",
@@ -110,8 +112,7 @@ def _add_benchmark_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--few-shot",
-        type=int,
-        choices=range(65),
+        type=whole_number(0, 64),
         metavar="N",
         help="solved examples before each question",
     )
@@ -164,7 +165,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _evaluate_run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.run, arguments.set)
-    with stage_of(config, "evaluate"):
+    with serial_stage(config, "evaluate"):
         _logger.info(
             "evaluating %s: loading the libraries, then the base and the export", config.folder
         )

@@ -15,8 +15,8 @@ import argparse
 
 from pipeline import command_line, log
 from pipeline.config.run import load_config
-from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.run_file import write_run
+from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
 
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> None:
         _logger.info("the configuration has no section gate: nothing to fit")
         return
     # Under a lock: two fits would write the same folder.
-    with stage_of(config, "gate", alone=True):
+    with serial_stage(config, "gate", locked=True):
         # After the configuration is checked, so that a mistake in it is reported at once.
         from pipeline.gating.fit_run import as_text, fit_gate
         from pipeline.gating.folder import GATE_FOLDER

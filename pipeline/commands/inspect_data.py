@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.command_line import folder_or_hub
+from pipeline.command_line import folder_or_hub, non_negative
 from pipeline.data.corpus.manifest import MANIFEST, Manifest, load_manifest
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES, TokenCorpus
 from pipeline.data.dataset.blend import Permutation
@@ -33,11 +33,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="decode some documents with this tokenizer, which must have made the corpus",
     )
     parser.add_argument(
-        "--samples", type=int, default=3, help="how many documents are decoded (default: 3)"
+        "--samples",
+        type=non_negative,
+        default=3,
+        help="how many documents are decoded (default: 3)",
     )
     parser.add_argument(
         "--characters",
-        type=int,
+        type=non_negative,
         default=400,
         help="how many characters of a document are shown at most (default: 400)",
     )

@@ -12,7 +12,7 @@ import argparse
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.run_folder.attempts import decide
+from pipeline.run_folder.retry import decide_retry
 
 NO = 3
 """The exit code for no."""
@@ -24,12 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-code", type=int, required=True, help="the exit code of the stage")
     parser.add_argument(
         "--without-progress",
-        type=int,
+        type=command_line.non_negative,
         default=3,
         help="the most restarts in a row without a newer checkpoint (default: 3)",
     )
     parser.add_argument(
-        "--most", type=int, default=100, help="the most restarts in all (default: 100)"
+        "--most",
+        type=command_line.non_negative,
+        default=100,
+        help="the most restarts in all (default: 100)",
     )
 
 
@@ -37,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     # A file system that is not mounted is no fault of the configuration: it raises OSError here.
     arguments.run.stat()
     config = load_config(arguments.run, arguments.set, base="named")
-    decision = decide(
+    decision = decide_retry(
         config.folder,
         stage=arguments.stage,
         exit_code=arguments.exit_code,

@@ -29,7 +29,8 @@ from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import begin_run, stage_of
+from pipeline.run_folder.run_file import write_new_run
+from pipeline.run_folder.serial_stage import serial_stage
 
 if TYPE_CHECKING:
     from pipeline.self_generated.corpus import SamplingJob
@@ -111,7 +112,7 @@ def main(arguments: argparse.Namespace) -> None:
         sampling_jobs,
     )
 
-    with stage_of(config, "sample"):
+    with serial_stage(config, "sample"):
         jobs: list[SamplingJob] = []
         if config is not None:
             jobs += sampling_jobs(config, arguments.batch_size)
@@ -120,7 +121,7 @@ def main(arguments: argparse.Namespace) -> None:
         # Faults of every job are found before the first one is made.
         plans = [plan_of(job) for job in jobs]
         if config is not None:
-            begin_run(config)
+            write_new_run(config)
         workers = arguments.workers or default_workers(jobs[0].base)
         # The server of forks loads torch and transformers once for all workers.
         with local_workers(workers, preload="pipeline.self_generated.corpus") as pool:

@@ -25,6 +25,8 @@ from pipeline.command_line import (
     add_share_option,
     add_text_key_option,
     folder_or_hub,
+    fraction,
+    mebibytes,
     positive,
 )
 from pipeline.config.data import Corpus
@@ -36,7 +38,8 @@ from pipeline.data.tokenize.input_files import TOKENS, named_files
 from pipeline.data.tokenize.job import preprocess, remarks
 from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
-from pipeline.run_folder.attempts import begin_run, stage_of
+from pipeline.run_folder.run_file import write_new_run
+from pipeline.run_folder.serial_stage import serial_stage
 
 _CORPUS_OPTIONS = (
     "text_key",
@@ -149,7 +152,7 @@ def _add_input_options(group: argparse._ArgumentGroup) -> None:
 def _add_work_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-bad-fraction",
-        type=float,
+        type=fraction,
         default=0.01,
         help="stop where more of the records than this are bad (default: 0.01)",
     )
@@ -172,7 +175,9 @@ def _add_work_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--unit-mib",
-        type=float,
+        type=mebibytes,
+        dest="unit_bytes",
+        metavar="MIB",
         help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)",
     )
 
@@ -187,17 +192,17 @@ def main(arguments: argparse.Namespace) -> None:
     workers = 1 if arguments.mpi else arguments.workers
     with local_workers(workers, isolated=not arguments.mpi) as pool:
         config = load_config(arguments.run, arguments.set) if arguments.run else None
-        with stage_of(config if is_first else None, "tokenize"):
+        with serial_stage(config if is_first else None, "tokenize"):
             jobs = _jobs_of_run(config) if config is not None else [_given_job(arguments)]
             # A missing file is found before hours of work.
             for job in jobs:
                 named_files(job.corpus.input)
             if config is not None:
-                begin_run(config)
+                write_new_run(config)
             for job in jobs:
                 job = replace(job, reference_only=arguments.reference_only)
-                if arguments.unit_mib:
-                    job = replace(job, unit_bytes=int(arguments.unit_mib * 2**20))
+                if arguments.unit_bytes is not None:
+                    job = replace(job, unit_bytes=arguments.unit_bytes)
                 manifest = preprocess(
                     job, pool, max_bad_fraction=arguments.max_bad_fraction, share=share
                 )
@@ -216,11 +221,11 @@ def _jobs_of_run(config: RunConfig) -> list[Job]:
                 raise DataError(
                     f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
                 )
-        from pipeline.checks.checklist import begin  # Here, because it loads torch.
+        from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
         # slurm/cpt_korean.sh says how many ranks will train on the tokens.
         ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
-        begin(config, ranks, "tokenize")
+        check_stage(config, ranks, "tokenize")
     return list(corpus_jobs(config.data, config.tokenizer))
 
 

@@ -19,7 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from pipeline.command_line import add_report_option, add_text_key_option, mebibytes, named_reports
+from pipeline.command_line import (
+    add_report_option,
+    add_text_key_option,
+    fraction,
+    mebibytes,
+    named_reports,
+    positive,
+)
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.encoders import agree
 from pipeline.data.tokenizer.load import Tokenizer, batches, fertility, load_tokenizer
@@ -63,11 +70,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how the tokenizer segments text (default: bpe)",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=32_000, help="tokens in all (default: 32000)"
+        "--vocab-size", type=positive, default=32_000, help="tokens in all (default: 32000)"
     )
     parser.add_argument(
         "--character-coverage",
-        type=float,
+        type=fraction,
         default=0.9999,
         help="the part of the text's characters that get tokens; rarer characters become bytes "
         "(default: 0.9999)",

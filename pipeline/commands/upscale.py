@@ -18,8 +18,8 @@ from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
 from pipeline.files.json_files import read_object
-from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
+from pipeline.run_folder.serial_stage import serial_stage
 
 MANIFEST = "manifest.json"
 """The name of an expansion's manifest; the module that writes it loads torch."""
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.run, arguments.set)
-    with stage_of(config, "upscale", alone=True):
+    with serial_stage(config, "upscale", locked=True):
         _upscale(config)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pipeline.errors import ConfigError, nearest
+from pipeline.errors import ConfigError, did_you_mean
 from pipeline.files.reading import read_text
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -185,4 +185,4 @@ def _unknown_key(kind: type[BaseModel], key: str) -> str:
     if key in known:
         # It is a key of another section: a similar key of this one would be wrong advice.
         return "unknown key"
-    return "unknown key" + nearest(key, known)
+    return "unknown key" + did_you_mean(key, known)

@@ -43,7 +43,7 @@ _A = ".lora_A.weight"
 _B = ".lora_B.weight"
 
 _Part = tuple[FusedPart | None, str]
-"""Which rows of a module an adapter changes (None: all), and the adapter's path in our decoder."""
+"""An adapter: the rows of a module that it changes (None: all), and its path in our decoder."""
 
 
 def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bool) -> str | None:
@@ -74,8 +74,9 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
         base_name: the base's name on the hub, if it has one.
     """
     settings = model.settings
-    assert isinstance(settings, Lora), "checked"
-    # Our maps by the module of transformers that holds them: one each, or several that it fuses.
+    assert isinstance(settings, Lora), "adapter_unsupported_reason was asked before"
+    # By module of transformers, our adapters of the maps that it holds: of one map, or of several
+    # that it fuses.
     modules: dict[HfTensor, list[_Part]] = {}
     for path in model.adapters:
         target = _target(path, model.spec)
@@ -127,7 +128,7 @@ def _target(path: str, spec: DecoderSpec) -> HfTensor:
     """The weights in transformers' model that the adapter at `path` of our model changes."""
     if not isinstance(spec, HostedSpec):
         return hf_tensor(path.removesuffix("adapter") + "base.weight", spec)
-    # Of a hosted base paths are such as layers.3.adapter.self_attn.q_proj.
+    # A hosted base's adapter has a path such as layers.3.adapter.self_attn.q_proj.
     _, index, _, within = path.split(".", 3)
     structure = spec.structure
     layer = structure.layer_name(structure.layers[int(index)])

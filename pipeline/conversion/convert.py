@@ -29,7 +29,8 @@ from pipeline.conversion.difference import (
 )
 from pipeline.conversion.formats import check_format, check_tp_size, choose_export
 from pipeline.conversion.model_card import model_card, on_stored_scale
-from pipeline.conversion.verify import Loader, MakeProbe, Probe, Report, describe, verify
+from pipeline.conversion.probe import MakeProbe, Probe
+from pipeline.conversion.verify import Loader, Report, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
@@ -59,8 +60,8 @@ HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
 MIN_COUNT = 20
-"""Default of --min-count: a token that occurs at least so often in the corpora of role new has rows
-of its own in a difference."""
+"""Default of --min-count: how often a token must occur in the corpora of role new to have rows of
+its own in a difference."""
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
@@ -135,13 +136,13 @@ def packing_of(
 
     Args:
         config: the run, whose corpora of role new decide which tokens have rows of their own; None:
-            all tokens have.
-        bits: of an element of a matrix within layers; None: 4.
-        min_count: how often a token with rows of its own occurs in these corpora; None: 20; 0: all
-            tokens have rows.
+            all tokens have them.
+        bits: the bits of an element of a matrix within layers; None: 4.
+        min_count: how often a token must occur in these corpora to have rows of its own; None: 20;
+            0: all tokens have rows.
 
     Raises:
-        ConfigError: no token is as frequent.
+        ConfigError: no token occurs `min_count` times.
         DataError: a corpus is not tokenized, or not by the run's tokenizer.
     """
     packing = FOUR_BITS
@@ -165,14 +166,13 @@ def packing_of(
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
-    """The texts that an export is verified on: of each corpus the held-out files, or else the
-    inputs.
+    """The texts that an export is verified on: each corpus's held-out files, or else its inputs.
 
-    Self-generated corpora have no such files, and corpora that were imported as tokens no text.
+    Left out are self-generated corpora, which have no files of text, and corpora that were imported
+    as tokens.
 
     Returns:
-        The files, by corpus.
-        Where documents are in them, by corpus.
+        The files of each corpus, and the keys by which documents are read from them.
     """
     inputs: dict[str, list[str]] = {}
     keys: dict[str, Keys] = {}
@@ -196,10 +196,11 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     Args:
         conversion: the request.
         make_probe: makes the texts on which the logits of export and trained model are compared.
-        texts: on which the ids of the export's tokenizer and of the run's are compared.
+        texts: the texts on which the ids of the export's and of the run's tokenizer are compared.
 
     Returns:
-        Whether it was written. It is not if an equal request, by the same code, has written it.
+        Whether the folder was written. False if an equal request, by the same code, wrote it
+        earlier.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or the gate is not fitted for it.

@@ -29,18 +29,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoint.trained_model import TrainedModel
+from pipeline.conversion.fixed_gate import FixedGate
+from pipeline.conversion.logit_comparison import LogitDifference, compare_texts, worst_of
 from pipeline.conversion.merged import merged_export
-from pipeline.conversion.verify import (
-    FINER,
-    GRANTED,
-    ROUNDINGS,
-    FixedGate,
-    LogitDifference,
-    Probe,
-    Report,
-    compare_texts,
-    worst_of,
-)
+from pipeline.conversion.probe import Probe
+from pipeline.conversion.verify import FINER, GRANTED, ROUNDINGS, Report
 from pipeline.errors import ConversionError, faults_of_library
 from pipeline.hf.base_files import base_config, text_token_ids
 from pipeline.hf.config import gate_to_config
@@ -61,10 +54,11 @@ from pipeline.hf.remote_code.packed_difference import (
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 
 LOST = {4: 0.05, 8: 0.02, 16: 0.02}
-"""By bits, the largest allowed KL(trained || exported) over open tokens, as a share of
-KL(trained || base): the loss by rounding, over what training changed."""
+"""By bits, the largest KL(trained || exported) that is allowed over open tokens, as a share of
+KL(trained || base): what rounding loses, over what training changed."""
 _RENAMED = {"embed_out.weight": "lm_head.weight"}
-"""Names of tensors in files (GPT-NeoX), and of the parameters that transformers loads them into."""
+"""By a tensor's name in the base's files, the parameter that transformers loads it into, where the
+two differ: GPT-NeoX's output map."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,8 @@ class Packing:
     """How a difference is stored.
 
     Attributes:
-        bits: of an element of a matrix within layers: 4, 8 or 16.
-        own_tokens: the ids whose rows of embedding and output are stored; None: all.
+        bits: the bits of an element of a matrix within layers: 4, 8 or 16.
+        own_tokens: the ids whose rows of embedding and output are stored; None: all ids.
     """
 
     bits: int = 4
@@ -98,7 +92,7 @@ class DifferenceReport(Report):
     trained model. `kl` is KL(trained || exported) over all open tokens.
 
     Attributes:
-        bits: of an element of a matrix within layers.
+        bits: the bits of an element of a matrix within layers.
         closed_tokens: the number of closed tokens, whose logits were compared with the base's. If
             one of them differs in any bit, the folder is not kept.
         open_tokens: the number of open tokens. If the gate opened for none, all tokens count, with
@@ -284,10 +278,12 @@ def verify_difference(
 
     exported = load_hf_model(folder, dtype)
     original = load_hf_model(model.base.path, dtype)
-    # Of each window: the base's logits, the export's, those that it should have, and bool [S].
+    # For each window, logits [S, V]: the base's, the export's, and those that the export should
+    # have.
     of_base: list[Tensor] = []
     found: list[Tensor] = []
     expected: list[Tensor] = []
+    # For each window, bool [S]: whether the gate is open for a token.
     opens: list[Tensor] = []
     handle = gate.fix_in(exported.token_gate, windows, str(folder))
     # One window at a time, as the trained model ran them: a batch would choose other kernels.

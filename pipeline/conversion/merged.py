@@ -69,7 +69,7 @@ _BLOCK_POSITIONS = {
 def merged_export(
     model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving", tp_size: int = 1
 ) -> Export:
-    """The contents of the exported folder.
+    """The contents of a merged export's folder.
 
     It is for any model without an expansion, and for Preserve and Adapt trained with `norm: base`
     on a family that allows it.
@@ -87,7 +87,7 @@ def merged_export(
     spec = model.spec
     wider = merged_widths(added, spec, tp_size)
     mixture, mixture_entries = _wider_mixture(spec, added)
-    residual = _kept(spec.residual, scale)
+    residual = _residual_of_widened_base(spec.residual, scale)
     if residual is None:
         read_unnormed = spec.norm_placement == "after"
         residual = StoredResidual(spec.widths.hidden_size, scale, read_unnormed)
@@ -111,7 +111,7 @@ def merged_export(
     for name, parameter in ordinary.named_parameters():
         make = partial(fusion.fused, name, parameter.shape)
         tensors[name] = PlannedTensor(name, tuple(parameter.shape), make)
-    return Export("merged", config, _stored(model, tensors), dtype)
+    return Export("merged", config, _as_base_stores_them(model, tensors), dtype)
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ class _Fusion:
             corner: list[slice] = []
             for first, size in zip(start, part.shape, strict=True):
                 corner.append(slice(first, first + size))
-            if self._takes_root(name):
+            if self._is_scaled_by_root(name):
                 # Where the added channels are nearly 0, the root mean square over all D' channels
                 # is √(D / D') times the one over D.
                 part = part.float() * math.sqrt(self.normed_share)
             values[tuple(corner)] = part
         return self.residual.store(name, values)
 
-    def _takes_root(self, name: str) -> bool:
+    def _is_scaled_by_root(self, name: str) -> bool:
         """Whether the parameter is stored times √(D / D')."""
         stem = name.partition(".base")[0]
         is_query_or_key = stem.endswith(("attention.query", "attention.key"))
@@ -233,7 +233,9 @@ def _blocks_beside_experts(
     return blocks
 
 
-def _stored(model: TrainedModel, tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
+def _as_base_stores_them(
+    model: TrainedModel, tensors: Mapping[str, PlannedTensor]
+) -> list[PlannedTensor]:
     """The tensors as the base's folder names and fuses them.
 
     tensors: our base parameters, by name.
@@ -307,7 +309,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
     }
     if model.spec.layers != model.base.spec.layers:
         config |= family_of(model.spec).layer_entries(model.spec)
-    residual = _kept(model.spec.residual, scale)
+    residual = _residual_of_widened_base(model.spec.residual, scale)
     if residual is not None:
         config[RESIDUAL_KEY] = asdict(residual)
 
@@ -325,7 +327,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
         # A tied output is no parameter of its own, but own rows make it a matrix of its own.
         shape = model.shapes["embedding.base.weight"]
         tensors["output.base"] = PlannedTensor("output.base", shape, partial(values, "output.base"))
-    return Export("merged", config, _stored(model, tensors), dtype)
+    return Export("merged", config, _as_base_stores_them(model, tensors), dtype)
 
 
 def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
@@ -355,7 +357,9 @@ def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:
+def _residual_of_widened_base(
+    residual: StoredResidual | None, scale: float
+) -> StoredResidual | None:
     """How an export stores the residual stream of a base that was widened before.
 
     A smaller scale than the base's own would change what its norms compute.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.errors import OutputError, full_disk_names
+from pipeline.errors import OutputError, full_disk_error_names
 from pipeline.files.json_files import read_object
 from pipeline.files.publishing import TEMPORARY_SUFFIX, own_prefix, own_temporary, sync
 from pipeline.processes import process_exists
@@ -101,7 +101,7 @@ def published_folder(
     partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:
-        with full_disk_names(path):
+        with full_disk_error_names(path):
             yield partial
             _sync_files(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.errors import OutputError, UserError, full_disk_names, in_one_line
-from pipeline.processes import machine
+from pipeline.errors import OutputError, UserError, full_disk_error_names, in_one_line
+from pipeline.processes import machine_id
 
 TEMPORARY_SUFFIX = ".partial"
 _serial = itertools.count()
@@ -45,7 +45,7 @@ def own_prefix(name: str) -> str:
 
     A machine is one PID namespace of one host.
     """
-    machine_hash = hashlib.sha256(machine().encode()).hexdigest()[:12]
+    machine_hash = hashlib.sha256(machine_id().encode()).hexdigest()[:12]
     return f".{name}.{socket.gethostname()}.{machine_hash}."
 
 
@@ -67,7 +67,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     # Processes of several machines may write the same file at the same time.
     unfinished = (scratch or path.parent) / own_temporary(path).name
     try:
-        with full_disk_names(path), unfinished.open("wb") as file:
+        with full_disk_error_names(path), unfinished.open("wb") as file:
             yield file
             file.flush()
             # Before the rename: a file system may write the new name to disk before the data, and a

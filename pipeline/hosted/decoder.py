@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.added_blocks import AddedLayer
-from pipeline.hosted.base_inputs import base_inputs
+from pipeline.hosted.document_rows import DocumentRows
+from pipeline.hosted.documents import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
-from pipeline.hosted.one_document import DocumentRows
 from pipeline.hosted.output import HostedOutput
 from pipeline.hosted.own_calls import nested
 from pipeline.hosted.own_weights import own_gains
 from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.structure import HIDDEN_STATES
 from pipeline.hosted.transformers_model import build_base
 from pipeline.model.attention import Documents, attention_kernel
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
@@ -303,7 +304,7 @@ class HostedDecoder(CausalDecoder):
             use(stream)
 
         def before(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            show(arguments[0] if arguments else options["hidden_states"])
+            show(arguments[0] if arguments else options[HIDDEN_STATES])
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             show(output[0] if isinstance(output, (tuple, list)) else output)

@@ -1,26 +1,44 @@
-"""How several documents in one row are kept apart in a hosted base.
+"""The arguments by which a hosted base reads a batch, and keeps the documents of a row apart.
 
-transformers does so silently or not at all, and differently by type: restarting positions count
-only without a mask and a cache, some types leave them out of the mask, and recurrent mixers carry
-their state on. So it is tried: whether another first document changes the second.
+The tokens are not among them. How a base keeps documents apart is found beforehand, by
+`pipeline.hosted.discovery.document_separation`.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig
 
-from pipeline.hosted.calls import differs
 from pipeline.hosted.structure import DocumentSeparation
-from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN
+from pipeline.model.paths import TokenBatch
 
-# Windows of the twin are 8 tokens: shorter than the second document, and longer than the first,
-# so that the second's window reaches over it.
-_LENGTHS = (5, 14, 7)
-_TOLERANCE = 1e-4
+
+def base_inputs(
+    batch: TokenBatch,
+    separation: DocumentSeparation,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Positions and masks for transformers' forward, and no cache; the tokens are not among them.
+
+    Args:
+        batch: with one document a row where `separation` asks for it.
+        separation: how the base keeps documents apart.
+        config: the base's.
+        dtype: the type of the base, for its masks.
+    """
+    positions = batch.positions
+    if batch.documents is not None and separation != "one_document":
+        assert positions is not None, "packed documents have positions"
+        return document_inputs(separation, config, positions, dtype)
+    if positions is None or separation == "one_document":
+        return {"use_cache": False}
+    # Attention crosses documents here. Without a mask, restarting positions would keep it within.
+    everything: Tensor = torch.ones_like(batch.tokens)
+    return {"use_cache": False, "position_ids": positions, "attention_mask": everything}
 
 
 def document_inputs(
@@ -71,48 +89,3 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where `visible`, else the lowest number: eager attention adds it to the scores."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill(~visible, torch.finfo(dtype).min)
-
-
-@torch.no_grad()
-def find_separation(twin: PreTrainedModel) -> DocumentSeparation:
-    """The first way in which each document of a row gets the logits that it gets alone.
-
-    The ways are tried in the order of `DocumentSeparation`; the last needs nothing.
-    """
-    parts: list[Tensor] = []
-    positions: list[Tensor] = []
-    generator = torch.Generator().manual_seed(0)
-    for length in _LENGTHS:
-        parts.append(torch.randint(20, FIRST_SPECIAL_TOKEN, (1, length), generator=generator))
-        positions.append(torch.arange(length)[None])
-    alone: list[Tensor] = []
-    for part in parts:
-        alone.append(twin(input_ids=part, use_cache=False).logits)
-    ids = torch.cat(parts, dim=1)
-    for separation in get_args(DocumentSeparation):
-        if separation == "one_document":
-            break
-        inputs = document_inputs(
-            separation, twin.config, torch.cat(positions, dim=1), torch.float32
-        )
-        if _is_separate(twin, ids, inputs, torch.cat(alone, dim=1)):
-            return separation
-    return "one_document"
-
-
-def _is_separate(twin: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Tensor) -> bool:
-    """Whether the row's logits are those of its documents alone, and stay when the first document
-    changes."""
-    other = ids.clone()
-    first = _LENGTHS[0]
-    other[:, :first] = other[:, :first].flip(1) + 1 - 2 * (other[:, :first].flip(1) % 2)
-    try:
-        logits = twin(input_ids=ids, **inputs).logits
-        changed = twin(input_ids=other, **inputs).logits
-    except Exception:  # noqa: BLE001 - a model that does not take these arguments raises anything
-        return False
-    if logits.shape != alone.shape:
-        return False
-    if differs(logits, alone, _TOLERANCE).any():
-        return False
-    return not differs(changed[:, first:], logits[:, first:], _TOLERANCE).any()

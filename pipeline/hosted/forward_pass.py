@@ -23,9 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import BaseModelError
 from pipeline.hosted.added_blocks import AddedLayer
-from pipeline.hosted.calls import HIDDEN_STATES
 from pipeline.hosted.own_weights import OwnGains
-from pipeline.hosted.structure import HostedBlock, HostedStructure
+from pipeline.hosted.structure import HIDDEN_STATES, HostedBlock, HostedStructure
 from pipeline.model.decoder_layer import Context
 from pipeline.model.paths import OwnInput
 from pipeline.parallel.linear import LowRankAdapter

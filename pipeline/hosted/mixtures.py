@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.hosted.discovery.twin import EXPERTS_OF_A_TOKEN
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.transformers_model import hosted_config
-from pipeline.hosted.twin import EXPERTS_OF_A_TOKEN
 
 
 def idle_parameters(spec: HostedSpec, base: nn.Module) -> int:

@@ -2,8 +2,9 @@
 
 The modules stay transformers' own, with their names, classes and hooks; what is replaced is their
 weight, by the bytes of `pipeline.parallel.quantized`, and their product. These are the maps that
-take every token (`pipeline.hosted.own_modules`): their weights are read by calling them alone.
-Experts, routers, embedding, norms and output map stay as they are.
+take every token (`find_linear_maps` of `pipeline.hosted.discovery.maps_and_norms`), because the
+base's code reads their weights by calling them alone. Experts, routers, embedding, norms and output
+map stay as they are.
 """
 
 from __future__ import annotations

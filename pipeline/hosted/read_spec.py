@@ -1,25 +1,29 @@
-"""Reads a Hugging Face folder as a hosted base: its config.json, its structure, its output map."""
+"""Reads a Hugging Face folder's config.json as a hosted base, and has its structure found."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
-from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.utils import is_accelerate_available
 
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.hosted.find import build_without_memory, find_structure
-from pipeline.hosted.spec import HostedSpec, LogitScale
-from pipeline.hosted.structure import HostedStructure
-from pipeline.hosted.transformers_model import DEQUANTIZED, hf_config_of
-from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN, build_twin, model_class_of
+from pipeline.hosted.discovery.find_structure import build_without_memory, find_structure
+from pipeline.hosted.discovery.output_formula import find_output_formula
+from pipeline.hosted.discovery.twin import build_twin
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.transformers_model import (
+    DEQUANTIZED,
+    first_entry,
+    hf_config_of,
+    model_class_of,
+)
 from pipeline.model.from_hf import read_config
 from pipeline.model.spec import ACTIVATIONS, LayerKind, RotarySpec
 from pipeline.scale.plan import Widths
@@ -34,8 +38,6 @@ _NOT_RECORDED = (
     "transformers_version",
     "use_cache",
 )
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""What types call the number by which they cap logits."""
 _HEAD_DIM = 64
 """The size of an added head where the base has no heads, or heads of a size that suits none."""
 _LARGEST_HEAD = 256
@@ -115,7 +117,7 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
     """
     structure = find_structure(config)
     _, own_config = model_class_of(config)
-    output = _output_of(build_twin(config), structure, own_config)
+    output = find_output_formula(build_twin(config), structure, own_config)
     output_map = build_without_memory(config).get_submodule(structure.output)
     text = copy.deepcopy(own_config.get_text_config(decoder=True))
     # Gemma 4's heads have other sizes in some layers. Here one is enough: it sizes the added heads.
@@ -133,7 +135,7 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
         ),
         head_dim=head_dim,
         norm="rmsnorm",
-        norm_eps=_first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
+        norm_eps=first_entry(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
         activation=_activation(text),
         max_position_embeddings=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
         tie_word_embeddings=bool(getattr(own_config, "tie_word_embeddings", False)),
@@ -146,15 +148,6 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
     )
 
 
-def _first(config: PretrainedConfig, *names: str) -> Any:  # whatever the config holds
-    """The first of these entries that the config has; None if it has none."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
-
-
 def _head_dim(config: PretrainedConfig, hidden_size: int, heads: int) -> int:
     """The size of an added head: that of the base's heads, where it suits every kernel."""
     size = getattr(config, "head_dim", None) or hidden_size // heads
@@ -164,7 +157,7 @@ def _head_dim(config: PretrainedConfig, hidden_size: int, heads: int) -> int:
 
 
 def _activation(config: PretrainedConfig) -> str:
-    name = _first(config, "hidden_act", "hidden_activation", "activation_function")
+    name = first_entry(config, "hidden_act", "hidden_activation", "activation_function")
     return name if name in ACTIVATIONS else "silu"
 
 
@@ -180,89 +173,3 @@ def _rotary(config: PretrainedConfig, head_dim: int) -> RotarySpec:
         theta = 10000.0
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     return RotarySpec(tuple(frequencies.float().tolist()))
-
-
-# The output map: which states it reads, and what becomes of its products.
-
-
-class _Output:
-    """What stands around the output map of a base.
-
-    Attributes:
-        body, scale: the fields of `HostedSpec`.
-        softcap: the field `output_softcap`.
-    """
-
-    def __init__(self, body: str, scale: LogitScale, softcap: float | None) -> None:
-        self.body = body
-        self.scale = scale
-        self.softcap = softcap
-
-
-@torch.no_grad()
-def _output_of(twin: Any, structure: HostedStructure, config: PretrainedConfig) -> _Output:
-    """Finds the output's formula on a small twin of the base, where it must hold to the last bit.
-
-    Raises:
-        BaseModelError: the output map reads other states than the last hidden ones, or its products
-            become logits by a formula that is not known.
-    """
-    tokens = torch.arange(24).view(2, 12) * 5 % FIRST_SPECIAL_TOKEN
-    seen: dict[str, Tensor] = {}
-
-    def keep(_: nn.Module, arguments: tuple[Tensor, ...], products: Tensor) -> None:
-        seen["states"] = arguments[0]
-        seen["products"] = products
-
-    handle = twin.get_submodule(structure.output).register_forward_hook(keep)
-    logits = twin(input_ids=tokens, use_cache=False).logits
-    handle.remove()
-    body = _body_name(twin, structure, tokens, seen["states"])
-    for scale, softcap in _formulas(config):
-        found = seen["products"].float()
-        found = found / scale.factor if scale.divides else found * scale.factor
-        if softcap is not None:
-            found = torch.tanh(found / softcap) * softcap
-        if torch.equal(found, logits.float()):
-            return _Output(body, scale, softcap)
-    raise BaseModelError(
-        f"{structure.output}: its products become logits by a formula that is not known; use "
-        "another base"
-    )
-
-
-def _body_name(twin: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
-    """The module whose last hidden states the output map reads."""
-    around_layers, _, _ = structure.layer_list.rpartition(".")
-    candidates = [twin.base_model, twin.get_decoder(), twin.get_submodule(around_layers)]
-    names = {module: name for name, module in twin.named_modules()}
-    for module in candidates:
-        # For some types transformers names the model itself, or a map, as its body.
-        if module is twin or not isinstance(module, PreTrainedModel):
-            continue
-        found = getattr(module(input_ids=tokens, use_cache=False), "last_hidden_state", None)
-        if found is not None and torch.equal(found, states):
-            return names[module]
-    raise BaseModelError(
-        "the output map reads other states than the last hidden ones of the base's body; use "
-        "another base"
-    )
-
-
-def _formulas(config: PretrainedConfig) -> Iterator[tuple[LogitScale, float | None]]:
-    """What a base may do to the products of its output map, by the numbers of its config."""
-    text = config.get_text_config(decoder=True)
-    softcap = _first(text, *_SOFTCAPS)
-    yield LogitScale(), None
-    if softcap:
-        yield LogitScale(), softcap
-    numbers: set[float] = set()
-    for name, value in text.to_dict().items():
-        is_scale = "logit" in name or "multiplier" in name
-        if is_scale and type(value) in (int, float) and value:
-            numbers.add(float(value))
-    for number in sorted(numbers):
-        for divides in (False, True):
-            yield LogitScale(number, divides), None
-            if softcap:
-                yield LogitScale(number, divides), softcap

@@ -1,7 +1,7 @@
 """The structure of a hosted base: which of its modules are token mixers and which FFNs.
 
 A hosted base is a decoder that transformers builds. Its modules run as they are, and the expansion
-stands beside each of its blocks. `pipeline.hosted.probes` finds the structure; it is stored with
+stands beside each of its blocks. `pipeline.hosted.discovery` finds the structure; it is stored with
 the expansion and compared whenever the base is loaded again.
 """
 
@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pipeline.errors import BaseModelError
+
+HIDDEN_STATES = "hidden_states"
+"""The name that transformers' modules give to their argument with the residual stream."""
 
 BlockKind = Literal["mixer", "ffn"]
 """A mixer moves information between tokens: attention of any kind, linear attention, a state space,

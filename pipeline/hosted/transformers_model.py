@@ -11,17 +11,22 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.twin import model_class_of
+from pipeline.hosted.structure import UnsupportedStructureError
 from pipeline.log import get_logger
 from pipeline.model.from_hf import with_special_floats
 
 _logger = get_logger(__name__)
-
 
 _ALIGNED_BYTES = 16
 """What the strides of matrices in `torch.nn.functional.grouped_mm` must be a multiple of."""
@@ -38,6 +43,40 @@ def hf_config_of(values: Mapping[str, Any]) -> PretrainedConfig:
     plain.pop("quantization_config", None)
     config: PretrainedConfig = CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
     return config
+
+
+def model_class_of(config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class that transformers builds for a base, and the configuration that it takes.
+
+    It is the causal one where there is one; of a multimodal model with a class for its text part,
+    that class with the text part's configuration.
+
+    Raises:
+        UnsupportedStructureError: transformers itself has no such class.
+    """
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) not in mapping:
+            continue
+        model_class = mapping[type(config)]
+        if isinstance(model_class, tuple):
+            model_class = model_class[0]
+        text_class = config.sub_configs.get("text_config")
+        if text_class is not None and getattr(model_class, "config_class", None) == text_class:
+            return model_class, config.get_text_config()
+        return model_class, config
+    raise UnsupportedStructureError(
+        f"model_type {config.model_type!r:.80}: transformers has no class of its own for its "
+        "causal language model, and code of a model's folder is not run; use a base of another type"
+    )
+
+
+def first_entry(config: PretrainedConfig, *names: str) -> Any:  # whatever the config holds
+    """The first of these entries that the configuration has; None if it has none."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def hosted_config(spec: HostedSpec) -> PretrainedConfig:

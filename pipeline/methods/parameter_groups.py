@@ -15,7 +15,7 @@ from math import prod
 from torch import nn
 
 from pipeline.config.schedule import Schedule
-from pipeline.errors import ConfigError, nearest
+from pipeline.errors import ConfigError, did_you_mean
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 
@@ -123,7 +123,7 @@ def matching(key: str, names: Collection[str], *, setting: str) -> list[str]:
         trained_kinds = sorted({kind_of(name) for name in names})
         raise ConfigError(
             f"{setting}: {key!r} matches no parameter that trains"
-            f"{nearest(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
+            f"{did_you_mean(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
             f"pattern of names such as {_example_pattern(names)!r}"
         )
     return matched

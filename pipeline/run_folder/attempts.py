@@ -1,15 +1,12 @@
-"""The attempts at a run, recorded in its folder, and whether a failed one is retried.
+"""The attempts at a run, recorded in its folder: a line when a stage starts, and one when it ends.
 
-A line is appended when a stage starts and when it ends. A killed attempt has no end, unless the
-script that started it appends one.
+A killed attempt has no end, unless the script that started it appends one.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -25,15 +22,12 @@ from pipeline.config.stage_plan import training_stages
 from pipeline.errors import (
     FINISHED,
     FOLDER_TAKEN,
-    INTERRUPTED,
     RESUME_LATER,
     USER_ERROR,
     exit_code_of,
-    in_one_line,
-    worth_another_attempt,
 )
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
-from pipeline.run_folder.lock import LockOwner, RunLock
+from pipeline.run_folder.lock import LockOwner
 from pipeline.run_folder.run_file import write_run
 
 NAME = "attempts.jsonl"
@@ -323,107 +317,3 @@ def read_attempts(folder: Path) -> list[Attempt]:
         if not was_refused:
             found.append(attempt)
     return found
-
-
-def decide(
-    folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int
-) -> Decision:
-    """Decides whether the attempt that just ended in `stage` is retried, and records it.
-
-    A series has at most `most` restarts, of which at most `without_progress` in a row bring no
-    newer checkpoint. An attempt that saved and stopped counts like a failed one, so that a stage
-    too long for a job's time limit ends.
-    """
-    _, restarts = series_and_number(this_attempt())
-    idle = _idle_attempts(folder, stage, exit_code)
-    if not worth_another_attempt(exit_code):
-        # The same command would fail again; requeueing it would take other users' time.
-        decision = Decision(False, "its cause must be fixed first")
-    elif restarts >= most:
-        why = f"it was restarted {restarts} times, and MAX_RESTARTS is {most}"
-        decision = Decision(False, why)
-    # Progress is a newer checkpoint, not time: a job that is preempted every hour but saves goes
-    # on, and one that fails at the same step ends.
-    elif idle > without_progress:
-        limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
-        why = f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}"
-        decision = Decision(False, why)
-    else:
-        why = f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
-        decision = Decision(True, why)
-    record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
-    return decision
-
-
-def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
-    """How many attempts of this series, up to the one that just ended, came after the last save.
-
-    Attempts that left no line count too, so that a disk that takes no records ends a run as well.
-    """
-    newest = newest_checkpoint_step(folder)
-    series, own_number = series_and_number(this_attempt())
-    attempts: dict[int, Attempt] = {}
-    for attempt in read_attempts(folder):
-        attempt_series, number = series_and_number(attempt.name)
-        if attempt_series == series and number <= own_number:
-            attempts[number] = attempt
-    # Its own end is not on record yet, and perhaps not even its start.
-    just_ended = attempts.setdefault(own_number, Attempt(this_attempt(), newest))
-    just_ended.add(StageEnd(stage=stage, checkpoint_step=newest, exit_code=exit_code))
-
-    # An attempt saved if it began at an older checkpoint than the newest one.
-    saved_last = -1
-    for number, attempt in attempts.items():
-        if attempt.checkpoint_step < newest:
-            saved_last = max(saved_last, number)
-    idle = own_number - saved_last
-    for number, attempt in attempts.items():
-        if number > saved_last and attempt.needs_no_checkpoint:
-            idle -= 1
-    return idle
-
-
-@contextmanager
-def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> Iterator[None]:
-    """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
-
-    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded
-    if a script, which sets ATTEMPT, started the stage.
-
-    Args:
-        alone: whether it takes the stage's lock.
-
-    Raises:
-        FolderTakenError: another process has the lock.
-        KeyboardInterrupt: Ctrl-C, once it is on record.
-    """
-    if config is None:
-        yield
-        return
-    folder = config.folder
-    is_recorded = "ATTEMPT" in os.environ
-    if is_recorded:
-        record_start(folder, stage)
-    try:
-        with RunLock(folder, stage) if alone else nullcontext():
-            yield
-            begin_run(config)
-    except KeyboardInterrupt:
-        if is_recorded:
-            record_end(folder, stage=stage, exit_code=INTERRUPTED)
-        raise
-    except Exception as error:
-        if is_recorded:
-            record_end(folder, stage=stage, exit_code=exit_code_of(error), error=in_one_line(error))
-        raise
-    if is_recorded:
-        record_end(folder, stage=stage, exit_code=FINISHED)
-
-
-def begin_run(config: RunConfig) -> None:
-    """Writes `run.yaml`, unless it is there.
-
-    A stage that takes hours calls it when its checks have passed.
-    """
-    if not (config.folder / RUN_FILE).exists():
-        write_run(config)

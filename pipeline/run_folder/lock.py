@@ -23,13 +23,14 @@ from pipeline.files.disk_space import nearest_existing
 from pipeline.files.publishing import own_temporary
 from pipeline.files.reading import read_bytes
 from pipeline.log import node
-from pipeline.processes import machine, process_exists
+from pipeline.processes import machine_id, process_exists
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
-# NFS clients cache attributes for up to 60 s (acregmax), during which a touch may not be seen.
 STALE_AFTER_S = 60.0
-"""Longer than file systems cache the attributes of a file."""
+"""As long as NFS clients cache the attributes of a file (acregmax): until then a touch may not be
+seen.
+"""
 _logger = log.get_logger(__name__)
 
 
@@ -62,7 +63,7 @@ class LockOwner(BaseModel):
             job=os.environ.get("SLURM_JOB_ID"),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             node=node(),
-            machine=machine(),
+            machine=machine_id(),
             pid=os.getpid(),
             process_started=_started(os.getpid()) or 0,
             since=time.time(),
@@ -78,7 +79,7 @@ class LockOwner(BaseModel):
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, as one of this machine can be."""
-        if self.machine != machine():
+        if self.machine != machine_id():
             return False
         started = _started(self.pid)
         if started is None and _is_hidden(self.pid):
@@ -166,9 +167,8 @@ class RunLock:
             self._refuse_living_owner()
             dead = read_lock_owner(self._path)
             aside = own_temporary(self._path)
-            # Of two processes that do this, one finds no file.
-            # A rename takes this very file away, where unlink by name could remove a lock that
-            # somebody took meanwhile.
+            # Of two processes that do this, one finds no file. A rename takes this very file away,
+            # where unlink by name could remove a lock that somebody took meanwhile.
             self._path.rename(aside)
             if read_lock_owner(aside) != dead:
                 # Another process took the lock over just before.
@@ -186,7 +186,7 @@ class RunLock:
                 return
             touched = self._path.stat().st_mtime
             if first_touched is not None:
-                is_of_this_machine = owner.machine == machine()
+                is_of_this_machine = owner.machine == machine_id()
                 if is_of_this_machine or touched != first_touched:
                     raise _refusal(self._path, owner)
             first_touched = touched
@@ -232,8 +232,8 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     path = lock_path(folder, stage)
     owner = living_owner(path)
     if owner is not None:
-        refusal = _refusal(path, owner)
-        raise refusal
+        refused: FolderTakenError = _refusal(path, owner)
+        raise refused
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:

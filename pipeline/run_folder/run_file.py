@@ -43,6 +43,16 @@ def write_run(config: RunConfig) -> None:
     write_text(path, text)
 
 
+def write_new_run(config: RunConfig) -> None:
+    """Writes `<folder>/run.yaml` if there is none.
+
+    A stage that takes hours calls it as soon as its checks have passed, so that other commands can
+    take the folder meanwhile.
+    """
+    if not (config.folder / RUN_FILE).exists():
+        write_run(config)
+
+
 def _name_hub_model(section: dict[str, Any], key: str) -> None:
     """Replaces a folder of the hub's cache by the model's name on the hub."""
     if key in section:

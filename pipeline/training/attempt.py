@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.errors import (
@@ -58,7 +58,7 @@ def run_training(
         def lock_and_read() -> RunInputs:
             lock.enter_context(RunLock(config.folder))
             with _faults_on_record(config.folder, phases):
-                opened = begin(config, dist.get_world_size(), "train")
+                opened = check_stage(config, dist.get_world_size(), "train")
                 check_config(config, opened.deepspeed_config, opened.layout)
                 return opened
 

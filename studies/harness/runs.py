@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checks.inputs import check_fits
+from pipeline.checks.model_fit import check_fits
 from pipeline.config.data import Data
 from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig, load_config, parse_config

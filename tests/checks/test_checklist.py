@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
 from pipeline.checks import checklist, input_checks
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.checks.dry_run import make_plan
 from pipeline.commands import train
 from pipeline.config.run import load_config
@@ -136,7 +136,7 @@ def test_a_change_that_the_run_refuses_is_reported(begun, capsys, changes, fault
 def test_training_refuses_a_factor_before_it_loads_a_model(begun):
     run, tokens = begun
     with pytest.raises(ConfigError, match="'router' matches no parameter that trains"):
-        begin(
+        check_stage(
             load_config(write_config(run, tokens), ["schedule.learning_rate_factors={router: 2}"]),
             2,
             "train",
@@ -148,7 +148,7 @@ def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
     path = write_config(run, tokens)
     for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
         with pytest.raises(CheckpointError, match="step_00000001: was trained with another"):
-            begin(load_config(path, changes), 2, "train")
+            check_stage(load_config(path, changes), 2, "train")
 
 
 def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):

@@ -8,17 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pipeline.checks.allocation import AvailableMemory, host_memory, judge_memory
 from pipeline.checks.checklist import refuse_faults
-from pipeline.checks.devices import (
-    Fault,
-    Finding,
-    Link,
-    Product,
-    judge_all_reduce,
-    judge_products,
-    measure_product,
-)
+from pipeline.checks.preflight.all_reduce import Link, judge_all_reduce
+from pipeline.checks.preflight.findings import Fault, Finding
+from pipeline.checks.preflight.matrix_products import Product, judge_products, measure_product
+from pipeline.checks.preflight.memory import AvailableMemory, host_memory, judge_memory
 from pipeline.errors import PreflightError
 from pipeline.files.hashes import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout
@@ -99,7 +93,7 @@ def test_the_smallest_and_the_fullest_gpu_count():
     assert full == Fault(
         "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
         "a",
-        passing=True,
+        transient=True,
     )
     (host,) = faults_of(judge_memory(GIB, 200 * GIB, [memory] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from pipeline.checks import allocation
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
+from pipeline.checks.preflight import checkpoint_disk
 from pipeline.config.run import load_config
 from pipeline.errors import TRANSIENT_FAULT, USER_ERROR, UserError
 from pipeline.parallel.topology import ProcessGroups
@@ -134,7 +134,7 @@ def test_a_rank_with_a_wrong_product_is_named_with_its_node(tmp_path):
 
 def own_folder(folder: Path) -> None:
     """Gives each node a separate working directory, and so a separate base."""
-    allocation.PATIENCE_S = 1.0
+    checkpoint_disk.PATIENCE_S = 1.0
     os.chdir(folder / os.environ["SLURMD_NODENAME"])
 
 

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.verify import GRANTED, Report, check, probe_maker
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.verify import GRANTED, Report, check
 from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from pipeline.hf.load import load_hf_model

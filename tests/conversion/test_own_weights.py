@@ -15,7 +15,8 @@ from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.verify import probe_maker, verify
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.load import load_hf_model

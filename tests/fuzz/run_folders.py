@@ -13,8 +13,9 @@ from unittest.mock import patch
 from pipeline.config.run import load_config
 from pipeline.errors import LOST_RANK
 from pipeline.files.json_files import write_json
-from pipeline.run_folder.attempts import decide, record_end, record_start, record_training
+from pipeline.run_folder.attempts import record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
+from pipeline.run_folder.retry import decide_retry
 from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.status import as_lines, as_text, read_status
 from studies.report.page import page
@@ -70,7 +71,7 @@ def _status() -> None:
 
 def _retry() -> None:
     with patch.dict(os.environ, {"ATTEMPT": "7.1"}):
-        decide(INPUT, stage="train", exit_code=LOST_RANK, without_progress=3, most=9)
+        decide_retry(INPUT, stage="train", exit_code=LOST_RANK, without_progress=3, most=9)
 
 
 def _start_again() -> None:

@@ -10,12 +10,19 @@ from pipeline.hosted import read_spec
 from pipeline.hosted.read_spec import hosted_spec_of
 
 
-@pytest.mark.parametrize("step", ["find_structure", "_output_of", "_body_name"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "read_spec.find_structure",
+        "read_spec.find_output_formula",
+        "discovery.output_formula._body_name",
+    ],
+)
 def test_what_a_probe_raises_is_one_line(step, monkeypatch):
     def fail(*_args):
         raise IndexError("too many indices\nfor a tensor")
 
-    monkeypatch.setattr(read_spec, step, fail)
+    monkeypatch.setattr(f"pipeline.hosted.{step}", fail)
     read_spec._spec_of.cache_clear()
     message = "model_type llama: its structure cannot be found; use a base of another type: IndexEr"
     with pytest.raises(BaseModelError, match=message) as refusal:

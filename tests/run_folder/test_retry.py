@@ -10,12 +10,12 @@ from pipeline.config.run import load_config
 from pipeline.errors import INTERNAL_FAULT, LOST_RANK, RESUME_LATER, USER_ERROR
 from pipeline.run_folder.attempts import (
     NAME,
-    decide,
     read_attempts,
     record_end,
     record_start,
     record_training,
 )
+from pipeline.run_folder.retry import decide_retry
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def attempt(tmp_path, monkeypatch):
             (folder / "manifest.json").touch()
         if exit_code is not None:
             limits = {"without_progress": 3, "most": 100, **limits}
-            return decide(tmp_path, stage=stage, exit_code=exit_code, **limits)
+            return decide_retry(tmp_path, stage=stage, exit_code=exit_code, **limits)
         return None
 
     return make

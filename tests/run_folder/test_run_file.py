@@ -13,8 +13,9 @@ import pytest
 from pipeline.config.run import load_config
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError, DataError
-from pipeline.run_folder.attempts import begin_run, read_attempts, record_training, stage_of
-from pipeline.run_folder.run_file import write_run
+from pipeline.run_folder.attempts import read_attempts, record_training
+from pipeline.run_folder.run_file import write_new_run, write_run
+from pipeline.run_folder.serial_stage import serial_stage
 from tests.training.runs import write_config
 
 CHANGES = ["schedule.steps=20", "data.corpora.korean.weight=2"]
@@ -31,14 +32,14 @@ def path(tmp_path):
 
 def test_the_first_stage_writes_the_run_as_it_was_started_and_its_folder_stands_for_it(path):
     config = load_config(path, CHANGES)
-    with pytest.raises(DataError), stage_of(config, "tokenize"):
+    with pytest.raises(DataError), serial_stage(config, "tokenize"):
         raise DataError("a check fails")
     assert not config.folder.exists()
-    with pytest.raises(DataError), stage_of(config, "tokenize"):
-        begin_run(config)
+    with pytest.raises(DataError), serial_stage(config, "tokenize"):
+        write_new_run(config)
         raise DataError("found after hours, or by another task of the array")
     assert load_config(config.folder) == config
-    with stage_of(load_config(path), "upscale", alone=True):
+    with serial_stage(load_config(path), "upscale", locked=True):
         assert load_config(config.folder) == config  # only training and the gate write it again
     assert load_config(path).schedule.steps == 6  # what the command line says is what runs
     assert load_config(config.folder, ["seed=7"]).seed == 7

@@ -21,8 +21,10 @@ from pipeline.errors import (
     FolderTakenError,
     RunFolderError,
 )
-from pipeline.run_folder.attempts import decide, record_end, record_start, record_training, stage_of
+from pipeline.run_folder.attempts import record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
+from pipeline.run_folder.retry import decide_retry
+from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.slurm_job import slurm_job
 from pipeline.run_folder.status import TRAINING, as_text, read_status
 from tests.distributed import run_ranks
@@ -126,7 +128,7 @@ def test_a_run_whose_lock_is_held_is_running(run):
 def test_the_newest_line_decides_and_a_refused_job_changes_nothing(run, monkeypatch):
     record_end(run, exit_code=LOST_RANK, step=3, error="rank 1 on n2 was lost")
     assert state_of(run)[0] == "failed", "no retry was recorded"
-    decide(run, stage="train", exit_code=137, **LIMITS)
+    decide_retry(run, stage="train", exit_code=137, **LIMITS)
     state, why = state_of(run)
     assert state == "waiting"
     assert why.startswith(
@@ -134,13 +136,13 @@ def test_the_newest_line_decides_and_a_refused_job_changes_nothing(run, monkeypa
     )
     monkeypatch.setenv("ATTEMPT", "8.0")
     record_start(run, "tokenize")
-    assert not decide(run, stage="train", exit_code=FOLDER_TAKEN, **LIMITS).again
+    assert not decide_retry(run, stage="train", exit_code=FOLDER_TAKEN, **LIMITS).again
     assert state_of(run) == (state, why)
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(run, exit_code=RESUME_LATER, step=3)
     state, why = state_of(run)
     assert state == "waiting" and why.startswith("train: saved; ")
-    decide(run, stage="convert", exit_code=137, without_progress=0, most=100)
+    decide_retry(run, stage="convert", exit_code=137, without_progress=0, most=100)
     state, why = state_of(run)
     assert state == "failed" and "(1 attempt(s) in a row brought no newer checkpoint" in why
 
@@ -165,22 +167,22 @@ def test_the_forecast_counts_from_the_newest_checkpoint_unless_the_run_trains(ru
 
 
 def test_a_serial_stage_is_recorded_while_it_runs_and_after_its_end_or_fault(config):
-    with stage_of(config, "tokenize"):
+    with serial_stage(config, "tokenize"):
         state, why = state_of(config.folder)
         assert state == "running" and why.startswith("tokenize: ") and f"pid {os.getpid()}" in why
     assert state_of(config.folder) == ("waiting", "tokenize is done, the next stage follows")
-    with pytest.raises(DataError), stage_of(config, "tokenize"):
+    with pytest.raises(DataError), serial_stage(config, "tokenize"):
         raise DataError("corpus.jsonl: no such file")
-    decide(config.folder, stage="tokenize", exit_code=USER_ERROR, **LIMITS)
+    decide_retry(config.folder, stage="tokenize", exit_code=USER_ERROR, **LIMITS)
     why = "tokenize: corpus.jsonl: no such file (its cause must be fixed first)"
     assert state_of(config.folder) == ("failed", why)
 
 
 def test_a_trained_run_is_not_done_while_a_stage_works_or_was_interrupted(config):
-    with stage_of(config, "train"):
+    with serial_stage(config, "train"):
         (config.folder / TRAINING).touch()
     assert state_of(config.folder) == ("done", "all steps are done")
-    with pytest.raises(KeyboardInterrupt), stage_of(config, "evaluate"):
+    with pytest.raises(KeyboardInterrupt), serial_stage(config, "evaluate"):
         state, why = state_of(config.folder)
         assert state == "running" and why.endswith(" (all steps are trained)")
         raise KeyboardInterrupt
@@ -190,18 +192,18 @@ def test_a_trained_run_is_not_done_while_a_stage_works_or_was_interrupted(config
 
 
 def test_a_stage_that_takes_one_process_refuses_the_second(config, monkeypatch):
-    with stage_of(config, "convert", alone=True):
+    with serial_stage(config, "convert", locked=True):
         with (
             pytest.raises(FolderTakenError, match="is at the stage convert"),
-            stage_of(config, "convert", alone=True),
+            serial_stage(config, "convert", locked=True),
         ):
             pass
-        with stage_of(config, "upscale", alone=True):
+        with serial_stage(config, "upscale", locked=True):
             assert (config.folder / "upscale.lock").exists()
     assert not list(config.folder.glob("*.lock"))
     monkeypatch.delenv("ATTEMPT")
     before = (config.folder / "attempts.jsonl").read_bytes()
-    with stage_of(config, "evaluate"):
+    with serial_stage(config, "evaluate"):
         pass
     assert (config.folder / "attempts.jsonl").read_bytes() == before, "by hand, no attempt"
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.manifest import PATHS
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.checks.dry_run import make_plan
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
-from pipeline.conversion.verify import probe_maker
+from pipeline.conversion.probe import probe_maker
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.errors import ConfigError, DataError
@@ -130,7 +130,7 @@ def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message:
 
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"max_tokens: expected .*base's context.*found 1000"):
-        begin(
+        check_stage(
             load_config(run_with_self_generated(tmp_path, tmp_path / "tokens", max_tokens=1000)),
             2,
             "tokenize",

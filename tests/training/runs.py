@@ -235,13 +235,13 @@ def ended(trainer: Any) -> Any:
 def prepared(config: Path) -> Any:
     """The trainer of a run, which is about to start or to resume."""
     start_deepspeed()
-    from pipeline.checks.checklist import begin
+    from pipeline.checks.checklist import check_stage
     from pipeline.health.liveness import Phases
     from pipeline.observers import make_observers
     from pipeline.training.trainer import Trainer
 
     cpu = torch.device("cpu")
-    inputs = begin(load_config(config), int(os.environ["WORLD_SIZE"]), "train")
+    inputs = check_stage(load_config(config), int(os.environ["WORLD_SIZE"]), "train")
     return Trainer(inputs, cpu, Phases(cpu), make_observers)
 
 

@@ -31,12 +31,12 @@ import yaml
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.checkpoint.trained_model import open_trained
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.formats import scale_export
-from pipeline.conversion.verify import probe_maker
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.scale_export import scale_export
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenize.job import preprocess
@@ -315,7 +315,7 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
     with pytest.raises(
         CheckpointError, match=r"another schedule\.optimizer \(expected 'muon', found 'adamw'\)"
     ):
-        begin(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
+        check_stage(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
 
 
 @rows([journey for journey in QUICK if journey.own_weights])
@@ -326,7 +326,7 @@ def test_a_run_keeps_the_tokens_that_have_rows_of_their_own(
     values = yaml.safe_load((run.stopped / "run.yaml").read_text())
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
     config = load_config(tmp_path / "run.yaml")
-    begin(config, journey.layout.ranks, "train")
+    check_stage(config, journey.layout.ranks, "train")
     expansion = made_expansion(config, open_base(STORIES))
     assert expansion is not None and expansion.manifest.own_tokens is not None
     others = expansion.manifest.own_tokens[1:]
@@ -334,7 +334,7 @@ def test_a_run_keeps_the_tokens_that_have_rows_of_their_own(
     assert isinstance(config.method, ScaleMethod)
     upscale(config.method, open_base(STORIES), config.initial_expansion_folder, config.seed, others)
     with pytest.raises(CheckpointError, match="rows of their own for other tokens") as error:
-        begin(config, journey.layout.ranks, "train")
+        check_stage(config, journey.layout.ranks, "train")
     assert "\n" not in str(error.value)
 
 
@@ -455,7 +455,7 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
     if changes is not None:
         record.write_text(json.dumps(values | changes))
     with pytest.raises(DataError, match=message):
-        begin(
+        check_stage(
             load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})),
             1,
             "train",

@@ -113,11 +113,11 @@ def devices(config):
     """
     start_deepspeed()
     from pipeline import methods
-    from pipeline.checks.checklist import begin
+    from pipeline.checks.checklist import check_stage
     from pipeline.parallel.topology import ProcessGroups
     from pipeline.training.engine import build_model
 
-    inputs = begin(load_config(config), 1, "train")
+    inputs = check_stage(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
     model = build_model(
         inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import is_layer_matrix
@@ -72,7 +72,7 @@ def test_what_cannot_be_put_together_is_refused_by_name(tokens, tmp_path, settin
     with pytest.raises(
         ConfigError, match=r"schedule\.optimizer: expected adamw, found muon with .*" + min(setting)
     ):
-        begin(load_config(config), 2, "train")
+        check_stage(load_config(config), 2, "train")
 
 
 def test_deepspeed_does_not_warn_of_an_optimizer_that_the_project_tests():

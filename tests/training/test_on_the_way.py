@@ -247,21 +247,21 @@ def test_settings_without_effect_are_refused(changes, fault, tmp_path):
 
 
 def test_tasks_that_are_not_there_are_refused_before_training(tokens, tmp_path):
-    from pipeline.checks.checklist import begin
+    from pipeline.checks.checklist import check_stage
 
     files = write_task_files(tmp_path / "tasks")
     ours = {"validation__tasks_folder": str(files)}
     config = config_with(tmp_path / "run", **ours, validation__tasks=["copas"])
     with pytest.raises(ConfigError, match=r"validation\.tasks copas: .* no such task"):
-        begin(config, 2, "train")
+        check_stage(config, 2, "train")
     write_written_task(files, {"a": "b"}, max_gen_toks=32)
     config = config_with(tmp_path / "run", **ours, validation__tasks=["written"])
     with pytest.raises(ConfigError, match="do not fit data\\.sequence_length 32; ask the export"):
-        begin(config, 2, "train")
+        check_stage(config, 2, "train")
     write_written_task(files, {"a": "b"}, do_sample=True)
     with pytest.raises(ConfigError, match=r"drawn at random \(do_sample\)"):
-        begin(config, 2, "train")
+        check_stage(config, 2, "train")
     Path(files / "copa.jsonl").unlink()
     config = config_with(tmp_path / "run", **ours, validation__tasks=["copa"])
     with pytest.raises(DataError, match=r"validation\.tasks copa: documents cannot be read"):
-        begin(config, 2, "train")
+        check_stage(config, 2, "train")

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.checkpoint.rank_files import CheckpointReader
 from pipeline.checkpoint.trained_model import open_trained
-from pipeline.checks.checklist import begin
+from pipeline.checks.checklist import check_stage
 from pipeline.checks.dry_run import make_plan
 from pipeline.config.run import load_config
 from pipeline.config.sources import read_settings
@@ -323,7 +323,7 @@ def resumed_with(config: Path, folder: Path, number: int, **settings: Any) -> No
     stages[number] |= settings
     steps = sum(stage["steps"] for stage in stages)
     changes = [f"folder={folder}", f"stages={json.dumps(stages)}", f"schedule.steps={steps}"]
-    begin(load_config(config, changes), 1, "train")
+    check_stage(load_config(config, changes), 1, "train")
 
 
 def test_what_ended_stays_and_what_is_to_come_may_change(tokens, tmp_path):
@@ -349,7 +349,7 @@ def test_what_ended_stays_and_what_is_to_come_may_change(tokens, tmp_path):
             resumed_with(config, folder, number, **settings)
     changes = [f"folder={folder}", "stages=[]"]
     with pytest.raises(CheckpointError, match="was trained in stages"):
-        begin(load_config(config, changes), 1, "train")
+        check_stage(load_config(config, changes), 1, "train")
 
 
 def test_the_dry_run_lists_the_stages_and_the_estimate_takes_the_largest(tokens, tmp_path):

@@ -9,7 +9,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.hosted.bases import open_base
 from pipeline.hub import model_folder
-from pipeline.installation import with_pages_found
+from pipeline.installation import locate_docs
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config.commented_yaml import (
     as_yaml,
@@ -109,7 +109,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         comments["method"] += "\n" + difference_comment(base_parameters)
     comments["deepspeed"] = layout_comment(spec, cluster)
     text = as_yaml(values | {"base": str(wanted.base)}, comments, learned)
-    return config, with_pages_found(text)
+    return config, locate_docs(text)
 
 
 def _gate(wanted: FirstRun) -> dict[str, Any]:

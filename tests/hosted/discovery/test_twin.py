@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import CONFIG_MAPPING
 
-from pipeline.hosted import twin
-from pipeline.hosted.structure import UnsupportedStructureError
-from pipeline.hosted.twin import (
+from pipeline.hosted.discovery import twin
+from pipeline.hosted.discovery.twin import (
     FIRST_SPECIAL_TOKEN,
     HEAD_DIM,
     HIDDEN_SIZE,
@@ -16,6 +15,7 @@ from pipeline.hosted.twin import (
     model_class_of,
     twin_config,
 )
+from pipeline.hosted.structure import UnsupportedStructureError
 
 
 def test_layers_and_what_is_in_them_stay():

@@ -15,12 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.errors import faults_of_library
-from pipeline.hosted import probes
-from pipeline.hosted.blocks import BATCH, FoundBlock, find_blocks, same_blocks
-from pipeline.hosted.calls import HIDDEN_STATES, Call, Calls, matrices, record
-from pipeline.hosted.own_modules import find_linear_maps, find_norms, last_norms, names_within
-from pipeline.hosted.structure import HostedBlock, HostedLayer, UnsupportedStructureError
-from pipeline.hosted.twin import FIRST_SPECIAL_TOKEN
+from pipeline.hosted.discovery import probes
+from pipeline.hosted.discovery.blocks import BATCH, FoundBlock, find_blocks, same_blocks
+from pipeline.hosted.discovery.maps_and_norms import (
+    find_linear_maps,
+    find_norms,
+    last_norms,
+    names_within,
+)
+from pipeline.hosted.discovery.recorded_calls import Call, Calls, matrices, record
+from pipeline.hosted.discovery.twin import FIRST_SPECIAL_TOKEN
+from pipeline.hosted.structure import (
+    HIDDEN_STATES,
+    HostedBlock,
+    HostedLayer,
+    UnsupportedStructureError,
+)
 
 SMALLEST_SHARE = 0.6
 """The least part of the matrices that run for text, embedding and output apart, which blocks

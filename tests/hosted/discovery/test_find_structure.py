@@ -10,10 +10,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from pipeline.hosted import layers
-from pipeline.hosted.find import build_without_memory, check_names, find_structure
+from pipeline.hosted.discovery import layers
+from pipeline.hosted.discovery.find_structure import (
+    build_without_memory,
+    check_names,
+    find_structure,
+)
+from pipeline.hosted.discovery.twin import build_twin
 from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError
-from pipeline.hosted.twin import build_twin
 from pipeline.model.architecture import changed_entry
 from tests.hosted.expected import AFTER_A_NORM, FULL, QUICK
 
@@ -25,7 +29,7 @@ CASES = [
 
 def _rounded(structure: HostedStructure) -> HostedStructure:
     """With additivity as an expected structure has it, and without the maps and norms that
-    `test_own_modules` expects."""
+    `test_maps_and_norms` expects."""
     rounded = []
     for layer in structure.layers:
         blocks = []

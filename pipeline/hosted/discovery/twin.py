@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import faults_of_library
 from pipeline.hosted.structure import UnsupportedStructureError
+from pipeline.hosted.transformers_model import model_class_of
 
 HIDDEN_SIZE = 128
 HEADS = 4
@@ -99,31 +95,6 @@ _TOKEN_ID = re.compile(
 )
 # Sub-configurations whose modules do not run for text, and whose widths hang together otherwise.
 _UNTOUCHED = ("vq_config", "audio_encoder_config")
-
-
-def model_class_of(config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """The class that transformers builds for a base, and the configuration that it takes.
-
-    It is the causal one where there is one; of a multimodal model with a class for its text part,
-    that class with the text part's configuration.
-
-    Raises:
-        UnsupportedStructureError: transformers itself has no such class.
-    """
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) not in mapping:
-            continue
-        model_class = mapping[type(config)]
-        if isinstance(model_class, tuple):
-            model_class = model_class[0]
-        text_class = config.sub_configs.get("text_config")
-        if text_class is not None and getattr(model_class, "config_class", None) == text_class:
-            return model_class, config.get_text_config()
-        return model_class, config
-    raise UnsupportedStructureError(
-        f"model_type {config.model_type!r:.80}: transformers has no class of its own for its "
-        "causal language model, and code of a model's folder is not run; use a base of another type"
-    )
 
 
 def build_twin(config: PretrainedConfig) -> PreTrainedModel:

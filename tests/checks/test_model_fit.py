@@ -1,10 +1,10 @@
-"""What is checked of a run's inputs before a rank allocates memory."""
+"""Whether a run fits its base is found before a rank allocates memory."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipeline.checks.inputs import check_fits
+from pipeline.checks.model_fit import check_fits
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.from_hf import open_base

@@ -1,7 +1,7 @@
 """Experiments that tell what a module of a decoder does, whatever its name is.
 
-Each changes something in a recorded call and looks at what moves. They run on a tiny twin
-(`pipeline.hosted.twin`): they set weights to zero for a moment, and call modules many times.
+Each changes something in a recorded call and looks at what moves. They run on a tiny twin: they set
+weights to zero for a moment, and call modules many times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.hosted.calls import (
+from pipeline.hosted.discovery.recorded_calls import (
     Call,
     Calls,
     differs,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from pipeline.hosted import probes
-from pipeline.hosted.calls import Call, Calls, called_children, matrices
-from pipeline.hosted.probes import Batch
+from pipeline.hosted.discovery import probes
+from pipeline.hosted.discovery.probes import Batch
+from pipeline.hosted.discovery.recorded_calls import Call, Calls, called_children, matrices
 from pipeline.hosted.structure import BlockKind, UnsupportedStructureError
 
 BATCH = Batch(rows=2, length=12)

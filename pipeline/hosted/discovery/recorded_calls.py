@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pipeline.hosted.structure import HIDDEN_STATES
+
 Change = Callable[[Tensor], Tensor]
-HIDDEN_STATES = "hidden_states"
-"""What transformers' modules call the argument with the residual stream."""
 
 
 @dataclass

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import faults_of_library
-from pipeline.hosted.documents import find_separation
-from pipeline.hosted.layers import find_layers
+from pipeline.hosted.discovery.document_separation import find_separation
+from pipeline.hosted.discovery.layers import find_layers
+from pipeline.hosted.discovery.twin import build_twin
 from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError
-from pipeline.hosted.twin import build_twin, model_class_of
+from pipeline.hosted.transformers_model import model_class_of
 
 
 def find_structure(config: PretrainedConfig) -> HostedStructure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.hosted.find import find_structure
+from pipeline.hosted.discovery.find_structure import find_structure
 from pipeline.hosted.read_spec import hosted_spec_of
 from pipeline.scale.plan import OwnWeights
 from tests.hosted.expected import FULL, QUICK

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.hosted.blocks import BATCH, FoundBlock
-from pipeline.hosted.calls import Call, Calls
+from pipeline.hosted.discovery.blocks import BATCH, FoundBlock
+from pipeline.hosted.discovery.recorded_calls import Call, Calls
 
 
 def find_linear_maps(blocks: Sequence[FoundBlock], calls: Calls) -> list[nn.Module]:

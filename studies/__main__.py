@@ -121,10 +121,12 @@ def run(arguments: argparse.Namespace) -> None:
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:
         for task in runs.pending_tasks(arguments.ended):
+            # The job reads the configuration from the run's folder.
             task.run.write()
             # Separated by tabs: the names of folders may contain spaces.
             print(task.name, task.run.path, " ".join(task.stages), sep="\t")
         return
+    # A rank takes a core at least; what is over becomes threads.
     cores = len(os.sched_getaffinity(0))
     jobs = arguments.jobs or max(1, cores // runs.study.ranks)
     run_study(runs, jobs)
@@ -144,6 +146,7 @@ def report(arguments: argparse.Namespace) -> None:
     from studies.report.results import read_runs
 
     try:
+        # With matplotlib, which the project itself does not need.
         from studies.report.page import page, write_figures
     except ModuleNotFoundError as error:
         raise MissingPackageError(

@@ -101,13 +101,29 @@ def test_a_script_starts_workers(tmp_path):
             ("tokenize", "--set", "seed=7"),
             "error: --set changes a run; name its YAML file or its folder\n",
         ),
-        (("evalute",), "error: scale-cpt: argument COMMAND: invalid choice: 'evalute' "),
+        (
+            ("evalute",),
+            "error: scale-cpt: argument COMMAND: invalid choice: 'evalute' (did you mean "
+            "evaluate?); choose from ",
+        ),
         (
             ("convert", "run.yaml", "--formt", "merged"),
             "error: scale-cpt convert: unknown argument: --formt (did you mean --format?); "
             "see scale-cpt convert --help\n",
         ),
-        (("convert", "--format", "plain"), "error: scale-cpt convert: argument --format: invalid"),
+        (
+            ("convert", "--format", "merge"),
+            "error: scale-cpt convert: argument --format: invalid choice: 'merge' (did you mean "
+            "merged?); choose from ",
+        ),
+        (
+            ("convert", "--format", "plain"),
+            "error: scale-cpt convert: argument --format: invalid choice: 'plain'; choose from ",
+        ),
+        (
+            ("config", "ini"),
+            "error: scale-cpt config: argument command: invalid choice: 'ini' (did you mean init?)",
+        ),
         (
             ("study", "a.yaml"),
             "error: scale-cpt study is now a command of the project's checkout: "

@@ -32,9 +32,8 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
     """The settings of `method` in the paper's proportions."""
     if method == "fft":
         return FullFineTuning(name="fft")
-    if method == "lora":
-        # The paper's rank, 256 for Llama 3.2 1B's hidden size of 2,048.
-        return Lora(name="lora", rank=spec.widths.hidden_size // 8)
+    if method in ("lora", "lora_16"):
+        return Lora(name="lora", rank=_lora_rank(method, spec.widths.hidden_size))
     if method == "llama_pro":
         # As in the paper, which adds 4 blocks to the 16 of Llama 3.2 1B.
         return LlamaPro(name="llama_pro", added_layers=max(1, spec.num_layers // 4))
@@ -49,6 +48,14 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
         # Preserve has no W12 in any layer, and so no layer at which it would begin.
         settings["l_fp"] = l_fp
     return ScaleMethod.model_validate(settings)
+
+
+def _lora_rank(method: str, hidden_size: int) -> int:
+    """The rank of `lora` or `peft_lora`, or 16 for those that end in `_16`."""
+    if method.endswith("_16"):
+        return 16
+    # The paper's rank, 256 for Llama 3.2 1B's hidden size of 2,048.
+    return hidden_size // 8
 
 
 def our_model(
@@ -90,7 +97,7 @@ def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Modu
     if variant.method.startswith("peft_lora"):
         from peft import LoraConfig, get_peft_model
 
-        rank = 16 if variant.method == "peft_lora_16" else config.hidden_size // 8
+        rank = _lora_rank(variant.method, config.hidden_size)
         adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
         # By default PEFT would keep adapters in fp32: here the optimizer has the fp32 masters.
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -15,8 +15,8 @@ from benchmarks.results import Row
 from pipeline.model.from_hf import read_spec
 from pipeline.sizing.flops import count_flops
 
-# Methods of others, by ours that do the same work; of the adapters' rank that is little.
-COUNTED_AS = {"transformers_fft": "fft", "peft_lora": "lora", "peft_lora_16": "lora"}
+# Methods of others, by those of ours that do the same work.
+COUNTED_AS = {"transformers_fft": "fft", "peft_lora": "lora", "peft_lora_16": "lora_16"}
 
 # The name of a ratio, the figure, and the variant that it is relative to.
 RATIOS = (

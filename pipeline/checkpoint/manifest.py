@@ -57,6 +57,8 @@ SAME_OVER_A_RUN = (
     "tokenizer_fingerprint",
     "data",
 )
+_SECTION = {"optimizer": "schedule.", "global_batch_size": "schedule."}
+"""Before these names in the configuration, which a record has beside its sections."""
 # Where files are may change during a run: the record of a run leaves paths out.
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"prompts"}}
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
@@ -440,9 +442,9 @@ def check_same_run(
         if len(different) > 1:
             more = f" and {len(different) - 1} other settings"
         raise CheckpointError(
-            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found "
-            f"{wanted.get(name)!r}){more}; set it back, or name another `folder` in the "
-            "configuration, where a new run begins"
+            f"{folder}: was trained with another {_SECTION.get(name, '')}{name} (expected "
+            f"{saved.get(name)!r}, found {wanted.get(name)!r}){more}; set it back, or name another "
+            "`folder` in the configuration, where a new run begins"
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)

@@ -56,6 +56,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(CONFIG_ERROR, f"error: {self.prog}: {message}; see {self.prog} --help\n")
 
+    # argparse's own check, which lists the choices and suggests none.
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {value!r}{hint}; choose from {', '.join(choices)}"
+        )
+
     # The parser of a command refuses what it does not know itself. argparse would leave it to the
     # parser of scale-cpt, which knows no command's options.
     def parse_known_args(  # type: ignore[override]

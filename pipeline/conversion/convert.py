@@ -50,7 +50,7 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
-from pipeline.hosted.bases import computed_dtype, kept_in_fp32
+from pipeline.hosted.bases import computed_dtype, unsupported_in
 from pipeline.hub import source_of
 from pipeline.methods.own_tokens import frequent_tokens
 from pipeline.model.architecture import architecture_of
@@ -314,12 +314,13 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
             f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
             f"found format {written} of method {model.settings.name}; leave them out"
         )
-    name = kept_in_fp32(model.base.spec)
-    if name is not None and conversion.dtype not in (None, torch.float32):
+    if conversion.dtype is None:
+        return
+    reason = unsupported_in(model.base.spec, conversion.dtype)
+    if reason is not None:
         raise ConversionError(
-            f"--dtype: expected fp32 with a hosted base (model_type {model.base.spec.family}), of "
-            f"which transformers keeps {name} in fp32, found {dtype_name(conversion.dtype)}; leave "
-            "--dtype out"
+            f"--dtype: expected fp32 with a hosted base (model_type {model.base.spec.family}), "
+            f"{reason}, found {dtype_name(conversion.dtype)}; leave --dtype out"
         )
 
 

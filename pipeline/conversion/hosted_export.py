@@ -47,16 +47,11 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "architectures": [HostedScaleForCausalLM.__name__],
         "auto_map": auto_map,
         "model_type": HostedScaleConfig.model_type,
-        **_sizes(spec, model.plan),
-        "base_class": spec.structure.model_class,
-        "base_config": _base_config(spec),
-        "structure": _structure(spec, model.plan),
-        "media_token_ids": _media_token_ids(spec.config),
+        **config_entries(spec, model.plan),
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
         "tie_word_embeddings": False,
     }
-    config |= _own_weights(model.plan)
     config |= text_token_ids(spec.config)
 
     tensors: list[PlannedTensor] = []
@@ -73,6 +68,18 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         config |= gate_to_config(model.gate)
         tensors += gate_tensors(model.gate, spec.vocab_size)
     return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
+
+
+def config_entries(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
+    """The entries of config.json for the base, and for what `plan` adds to it."""
+    return {
+        **_sizes(spec, plan),
+        "base_class": spec.structure.model_class,
+        "base_config": _base_config(spec),
+        "structure": _structure(spec, plan),
+        "media_token_ids": _media_token_ids(spec.config),
+        **_own_weights(plan),
+    }
 
 
 def _base_config(spec: HostedSpec) -> dict[str, Any]:

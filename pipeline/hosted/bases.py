@@ -19,7 +19,7 @@ from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.quantized_maps import as_matrix
 from pipeline.hosted.read_spec import read_hosted_spec
 from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.transformers_model import parameter_kept_in_fp32
+from pipeline.hosted.transformers_model import dtype_unsupported_reason
 from pipeline.model import from_hf
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
@@ -104,32 +104,43 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     """Checks that a base runs in this type, before its weights are read.
 
     Raises:
-        ConfigError: it is hosted, and transformers keeps a parameter in fp32 in 16 bits.
+        ConfigError: it is hosted, and does not; see `dtype_unsupported_reason`.
     """
-    name = kept_in_fp32(spec)
-    if name is not None and dtype.itemsize <= 2:
-        found = str(dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"deepspeed: expected fp32 with a hosted base (model_type {spec.family}), of which "
-            f"transformers keeps {name} in fp32, found {found}; take ds_configs/zero1_fp32.json or "
-            "zero3_fp32.json"
-        )
+    reason = unsupported_in(spec, dtype)
+    if reason is None:
+        return
+    base = f"a hosted base (model_type {spec.family}), {reason}"
+    found = str(dtype).removeprefix("torch.")
+    allowed = []
+    files = []
+    for other, name, file in (
+        (torch.bfloat16, "bf16", "ds_configs/zero1.json or zero3.json"),
+        (torch.float32, "fp32", "ds_configs/zero1_fp32.json or zero3_fp32.json"),
+    ):
+        if unsupported_in(spec, other) is None:
+            allowed.append(name)
+            files.append(file)
+    if not allowed:
+        raise ConfigError(f"base: no type of numbers fits {base}, found {found}; take another base")
+    raise ConfigError(
+        f"deepspeed: expected {' or '.join(allowed)} with {base}, found {found}; take {files[0]}"
+    )
 
 
 def computed_dtype(base: BaseFolder) -> torch.dtype:
     """The type in which the base computes outside training: the one that it was published in, but
-    fp32 where transformers keeps a parameter of a hosted base in fp32."""
-    if kept_in_fp32(base.spec) is not None:
+    fp32 where a hosted base does not run in it."""
+    if unsupported_in(base.spec, base.dtype) is not None:
         return torch.float32
     return base.dtype
 
 
-def kept_in_fp32(spec: DecoderSpec) -> str | None:
-    """The first parameter of a hosted base that transformers keeps in fp32 in a model of 16 bits;
-    None: there is none, as in every native base."""
+def unsupported_in(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+    """Why a hosted base does not run in this type, as a clause about the base; None: it does, as
+    every native base."""
     if not isinstance(spec, HostedSpec):
         return None
-    return parameter_kept_in_fp32(spec)
+    return dtype_unsupported_reason(spec, dtype)
 
 
 @torch.no_grad()

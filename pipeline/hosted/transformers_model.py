@@ -28,6 +28,8 @@ from pipeline.model.from_hf import with_special_floats
 
 _logger = get_logger(__name__)
 
+_ALIGNED_BYTES = 16
+"""What the strides of matrices in `torch.nn.functional.grouped_mm` must be a multiple of."""
 DEQUANTIZED = ("fp8", "mxfp4")
 """Methods of quantization in a config.json that transformers undoes on a CPU while it loads."""
 
@@ -97,17 +99,58 @@ def build_base(spec: HostedSpec) -> nn.Module:
 
 
 @cache
-def parameter_kept_in_fp32(spec: HostedSpec) -> str | None:
-    """The first parameter that transformers keeps in fp32 in a model of 16 bits; None: there is
-    none."""
+def dtype_unsupported_reason(spec: HostedSpec, dtype: torch.dtype) -> str | None:
+    """Why a model of `dtype` cannot be this base, as a clause about the base; None: it can be."""
     with torch.device("meta"):
         model: Any = build_base(spec)
+    name = _parameter_kept_in_fp32(model, dtype)
+    if name is not None:
+        return f"of which transformers keeps {name} in fp32"
+    experts = _unaligned_experts(model, dtype)
+    if experts is not None:
+        name, sizes = experts
+        return (
+            f"whose experts {name} have matrices of {sizes[0]} x {sizes[1]}, and torch multiplies "
+            f"all experts at once only by rows and columns of multiples of {_ALIGNED_BYTES} bytes"
+        )
+    return None
+
+
+def _parameter_kept_in_fp32(model: Any, dtype: torch.dtype) -> str | None:
+    """The first parameter that transformers keeps in fp32 in a model of `dtype`; None: there is
+    none."""
+    if dtype.itemsize > 2:
+        return None
+    names = list(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        # Which the library adds for values that only bf16 holds (`_get_dtype_plan`).
+        names += model._keep_in_fp32_modules or ()
     # As transformers' loader reads these names: `*` is any text, and a part of the name is enough.
-    names = model._keep_in_fp32_modules_strict or ()
     patterns = [name.replace("*", ".*") for name in names]
     for name, _ in model.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):
             return str(name)
+    return None
+
+
+def _unaligned_experts(model: Any, dtype: torch.dtype) -> tuple[str, tuple[int, int]] | None:
+    """The first weights of experts that torch's grouped product refuses in `dtype`, and the sizes
+    of each expert's matrix; None: it takes all, or is not asked."""
+    if dtype == torch.float64:
+        return None  # `build_base`
+    for module_name, module in model.named_modules():
+        # Only classes whose forward the library may replace by the grouped product have it.
+        if not hasattr(module, "_apply_gate"):
+            continue
+        if module.config._experts_implementation != "grouped_mm":
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() != 3:
+                continue
+            _, rows, columns = parameter.shape
+            # Both: the product for the input's gradient reads the transpose.
+            if rows * dtype.itemsize % _ALIGNED_BYTES or columns * dtype.itemsize % _ALIGNED_BYTES:
+                return f"{module_name}.{name}", (rows, columns)
     return None
 
 

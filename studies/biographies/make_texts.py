@@ -129,6 +129,7 @@ def make_pools(fraction: float = 1.0) -> Pools:
 
 
 def _all_cities() -> list[str]:
+    # The state is part of the name, and follows from it.
     states = _STATES.split()
     cities: list[str] = []
     for number, city in enumerate(_joined(*_CITY)):
@@ -192,11 +193,16 @@ def make_people(count: int, pools: Pools, seed: int) -> list[Person]:
             "ask for fewer, or raise --pool-fraction"
         )
     choice = random.Random(seed)
-    return [_person(number, pools, choice) for number in choice.sample(range(names), count)]
+    people: list[Person] = []
+    # A number stands for a full name: all names need not be made, and none is drawn twice.
+    for number in choice.sample(range(names), count):
+        people.append(_person(number, pools, choice))
+    return people
 
 
 def _person(number: int, pools: Pools, choice: random.Random) -> Person:
     """A person with the `number`-th of all full names."""
+    # The digits of a number in which the last name changes first, and the first name last.
     number, last = divmod(number, len(pools.last_names))
     first, middle = divmod(number, len(pools.middle_names))
     company = choice.randrange(len(pools.companies))
@@ -274,6 +280,7 @@ def biographies(person: Person, seed: int) -> list[str]:
 
     Order and wording are random.
     """
+    # A generator for each person: the texts do not depend on who else there is.
     choice = random.Random(f"{seed} {person.name}")
     values = asdict(person)
     texts: list[str] = []
@@ -303,11 +310,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     Writes it into `folder` in Hugging Face's format.
     """
     tokenizer = Tokenizer(models.BPE())
+    # Without a space before the text: an answer, which starts with one, is then tokenized as it is
+    # within a text.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
+        # All 256 bytes, so that no text is without tokens.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -378,6 +388,7 @@ def write_corpora(
     texts: list[str] = []
     for person in roster["pretrained"]:
         texts += biographies(person, seed)
+    # Otherwise the five texts of a person would follow each other.
     random.Random(seed).shuffle(texts)
     with published_folder(output, None) as folder:
         _write(folder / "biographies.jsonl", [{"text": text} for text in texts])
@@ -387,7 +398,9 @@ def write_corpora(
                 questions = [question(person, attribute) for person in roster[task]]
                 _write(folder / task / f"{attribute}.jsonl", questions)
         (folder / "tokenizer").mkdir()
+        # With the questions: those of Task 1 have names that no biography has.
         train_tokenizer([*texts, *_answered(roster)], vocab_size, folder / "tokenizer")
+        # The people of Task 0 are among the pretrained.
         people_and_groups: list[dict[str, str]] = []
         for name in ("pretrained", "task1"):
             for person in roster[name]:

@@ -54,6 +54,7 @@ def rates_table(rows: Sequence[Row]) -> str:
     lines: list[list[str]] = []
     for row in rows:
         if row.seed != rows[0].seed:
+            # The other seeds have the chosen rate alone.
             continue
         if row.after:
             ends = [f"{mean_figure(row.after, task):.1%}" for task in TASKS]
@@ -112,6 +113,7 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
 
 def _first_learned(row: Row, learned: float) -> ValidationRecord | None:
     """The first validation at which Task 1 reaches `learned`."""
+    # Validations are some steps apart: Task 1 may be well above `learned` by then.
     for validation in row.validations:
         if mean_figure(validation.figures, "task1") >= learned:
             return validation
@@ -119,6 +121,7 @@ def _first_learned(row: Row, learned: float) -> ValidationRecord | None:
 
 
 def _end_line(own: Sequence[Row]) -> list[str]:
+    # What is trained, and at which rate, is the same for all seeds.
     first = own[0]
     cells = [first.label, cell(first.trainable_parameters, ","), cell(first.learning_rate, "g")]
     for task in TASKS:

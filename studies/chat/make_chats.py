@@ -9,7 +9,7 @@ The same arguments give the same bytes:
     OUTPUT/english.jsonl                others about English words; the last message is the answer
     OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
     OUTPUT/prompts.jsonl                the training chats about English words, prompts for the base
-    OUTPUT/korean_train.jsonl           more chats about Korean words, to tune a model that read Korean
+    OUTPUT/korean_train.jsonl           more of them, to tune a model that has read Korean
     OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
 
 Words are the most frequent ones of the books and film reviews in the folder --data. One training
@@ -81,7 +81,10 @@ def task_count(words: Sequence[str], choice: random.Random) -> list[str]:
 
 def options_and_choice(words: Sequence[str], choice: random.Random) -> list[str]:
     """Options by their places, a request for one, and the answer, which repeats its place."""
-    options = [" ".join(pair) for pair in zip(PLACES, words, strict=False)]
+    options: list[str] = []
+    # As many as there are places: of the other words nothing is said.
+    for place, word in zip(PLACES, words, strict=False):
+        options.append(f"{place} {word}")
     answer = choice.choice(options)
     return [f"Options: {', '.join(options)}.", f"Choose: {answer.partition(' ')[0]}", answer]
 
@@ -148,7 +151,10 @@ def frequent_words(
     """The most frequent words that match; equally frequent ones in alphabetical order."""
     found: Counter[str] = Counter()
     for text in documents:
-        found.update(one for one in text.split() if word.fullmatch(one))
+        for found_word in text.split():
+            if word.fullmatch(found_word):
+                found[found_word] += 1
+    # By the alphabet, so that the order of the texts does not matter.
     ranked = sorted(found, key=lambda one: (-found[one], one))
     return ranked[:count]
 
@@ -159,15 +165,18 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> 
     The markers of a chat include the line end after them, and the first word of a message is the
     token that it is within one.
     """
-    markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
+    markers = [f"<|{role}|>" for role in ROLES]
+    markers.append(END_OF_TURN)
     tokenizer = random_base.train_tokenizer(documents, vocab_size - len(markers))
+    # As in Llama 2 and Phi-3: the normalizer marks where words begin, and nothing else cuts.
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.add_special_tokens(
-        [AddedToken(marker, rstrip=True, normalized=False) for marker in markers]
-    )
+    special_tokens: list[AddedToken] = []
+    for marker in markers:
+        special_tokens.append(AddedToken(marker, rstrip=True, normalized=False))
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -213,6 +222,7 @@ def write_texts(
     reviews = [str(data / "ko" / "reviews.jsonl.zst")]
     english = frequent_words(texts(books, max_bytes=4 * 2**20), _ENGLISH_WORD)
     korean = frequent_words(texts(reviews, max_bytes=4 * 2**20), _KOREAN_WORD)
+    # All files are drawn from one generator: a file that is drawn earlier changes those after it.
     choice = random.Random(seed)
     of_english = make_chats([*TASKS], english, choice)
     of_korean = make_chats(KOREAN_TASKS, korean, choice)
@@ -220,6 +230,7 @@ def write_texts(
     for _ in range(chats):
         is_korean = choice.random() < KOREAN_SHARE
         train.append(next(of_korean if is_korean else of_english))
+    # Turns, not chats: the first turn of a longer chat may be another chat.
     known: set[str] = set()
     for record in train:
         known.update(turns(record))
@@ -238,9 +249,11 @@ def write_texts(
         # Drawn last: without them, the other files are the same bytes.
         tuning = _unseen(make_chats(KOREAN_TASKS, korean, choice), of_heldout, korean_chats)
         _write(folder / "korean_train.jsonl", tuning)
+        # The base is to answer in the language that it knows.
         prompts = [record for record in train if not _HANGUL.search(str(record))]
         _write(folder / "prompts.jsonl", prompts)
         (folder / "tokenizer").mkdir()
+        # The tokenizer's texts have the share of Korean that the base's own text has.
         of_books = texts(books, max_bytes=int(9.5 * 2**20))
         of_reviews = texts(reviews, max_bytes=2**19)
         train_tokenizer(chain(of_books, of_reviews), vocab_size, folder / "tokenizer")

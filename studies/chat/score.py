@@ -73,6 +73,7 @@ def exported(run: Path, *, gated: bool) -> Path:
     config = load_config(run / "run.yaml")
     conversion = latest_conversion(config)
     if not gated and conversion.gate is not None:
+        # Beside the gated export, which stays.
         conversion = replace(conversion, gate=None, output=run / "hf_without_gate", overwrite=True)
     if not (conversion.output / VERIFICATION).exists():
         convert(conversion, probe_maker(*run_sources(config)))
@@ -113,7 +114,10 @@ def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
     weights = load_file(trained / _WEIGHTS)
     of_chat = load_file(chat / _WEIGHTS)
     of_plain = load_file(plain / _WEIGHTS)
-    summed = {name: own + of_chat[name] - of_plain[name] for name, own in weights.items()}
+    # The chat vector is what chats changed in the base (Huang et al. 2024).
+    summed: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        summed[name] = weight + of_chat[name] - of_plain[name]
     with published_folder(output, None) as folder:
         copy_base_files(folder, chat, chat)
         (folder / "config.json").write_bytes((chat / "config.json").read_bytes())
@@ -133,6 +137,7 @@ def share_as_closed(folder: Path, chats: Sequence[Chat]) -> float | None:
         return None
     closed_export = load_hf_model(folder, device="cpu")
     closed_export.token_gate.threshold = math.inf
+    # New tokens would open whatever their score.
     closed_export.token_gate.is_open_id = None
     template = chat_template(folder)
     encoder = load_tokenizer(folder).reference
@@ -169,6 +174,7 @@ def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[f
     answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
     texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
     perplexities = score_folder(folder, texts, context=128, max_bytes=max_bytes)
+    # In the order of FIGURES: perplexities, then the figures of each kind of chats.
     values: list[float | None] = [score.perplexity for score in perplexities.values()]
     for answer in answers.values():
         values += [answer.exact_match, answer.ended, answer.answer_tokens]
@@ -183,8 +189,11 @@ def scores_table(found: dict[tuple[str, float | None], list[list[float | None]]]
     for (label, rate), seeds in found.items():
         line = [label, "" if rate is None else f"{rate:g}"]
         for column, form in enumerate(FIGURES.values()):
-            of_seeds = [values[column] for values in seeds]
-            present = [value for value in of_seeds if value is not None]
+            present: list[float] = []
+            for values in seeds:
+                value = values[column]
+                if value is not None:
+                    present.append(value)
             line.append(over_seeds(present, form) if present else "")
         lines.append(line)
     return markdown_table(["", "rate", *FIGURES], lines)

@@ -45,7 +45,9 @@ def mean_nll(model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, int]:
     targets = _stacked(samples, "targets")
     positions = _stacked(samples, "positions")
     documents = _stacked(samples, "document_ids")
-    seen = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, S, S]
+    # transformers would let a row's documents see each other: [B, 1, S, S] says what a token sees.
+    seen = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    # The smallest number instead of -inf, as transformers' own masks have.
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
     nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -89,6 +91,7 @@ def trained(config: RunConfig, effective_rank: float) -> nn.Module:
     optimizer = torch.optim.AdamW(weights, betas=schedule.betas, weight_decay=schedule.weight_decay)
     for step in range(schedule.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
+        # The sample at each index is the one that the study's runs read there.
         first = step * schedule.global_batch_size
         batch = [samples[first + index] for index in range(schedule.global_batch_size)]
         loss, _ = mean_nll(model, batch)
@@ -139,6 +142,7 @@ def compare(runs: StudyRuns, rates: Sequence[float], effective_rank: float) -> s
     for rate in rates:
         found[rate] = [_scores(runs, rate, first, effective_rank)]
 
+    # As the study chooses rates: by the new corpora alone, whatever is forgotten.
     learned: dict[float, float] = {}
     for rate, (scores,) in found.items():
         logarithms: list[float] = []

@@ -48,6 +48,7 @@ class AveragedModel(TrainedModel):
         trained = super().read_stored(name)
         if name not in self.trained or holds_new_tokens(name):
             return trained
+        # In fp32, as the trained weights are: in 16 bits the average would be rounded twice.
         base = self.base.read(self.method.base_name(name, self.base.spec)).float()
         return torch.lerp(base, trained, self.share)
 
@@ -75,6 +76,7 @@ def derived_perplexities(
         def nll(group: Windows) -> Tensor:
             inputs, targets = decoder_inputs(group, config, decoder)
             found = decoder.output(decoder.hidden_states(*inputs), targets).nll
+            # In fp64: a corpus's sum has as many terms as the corpus has tokens.
             return found.double().cpu().view(group.tokens.shape)
 
         return nll
@@ -87,6 +89,7 @@ def derived_perplexities(
     if gated is None:
         return
     trained = loaded(model)
+    # The base itself: the run trained all of its weights, so that none of the model's paths is it.
     base = Decoder(model.base.spec)
     load_base(base, model.base, SINGLE)
     base = base.to(trained.device, trained.dtype).eval()
@@ -97,6 +100,7 @@ def derived_perplexities(
         stream = base.base_stream(*inputs, layer=gate.layer)
         is_open = gate.is_open(stream, group.document_ids.to(stream.device)).cpu()
         is_open |= gate.opens_id(group.tokens)
+        # Both models read every document, of which one is used: only perplexities are wanted.
         return torch.where(group.mostly(is_open), nll_of(trained)(group), nll_of(base)(group))
 
     yield BY_DOCUMENT, _perplexities(heldout, config, chosen)
@@ -110,7 +114,10 @@ def _perplexities(
     for name, samples in heldout.items():
         windows = as_windows(list(islice(samples, config.validation.max_sequences)), is_new=False)
         predicted = int((windows.targets != IGNORED).sum())
-        nll = sum(float(nll_of(group).sum()) for group in windows.groups())
+        nll = 0.0
+        for group in windows.groups():
+            nll += float(nll_of(group).sum())
+        # Short documents may predict nothing: a summary has infinity, as for a run that diverged.
         if predicted:
             found[name] = perplexity(nll / predicted)
         else:

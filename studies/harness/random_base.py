@@ -65,12 +65,15 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         config = AutoConfig.from_pretrained(
             wanted.architecture, local_files_only=True, trust_remote_code=False
         )
+        # A larger one of the architecture stays: bases often have rows without tokens.
         config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
         config.eos_token_id = tokenizer.document_end[-1]
         # A tokenizer without a start token begins documents with the token that ends them.
         config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
         torch.manual_seed(wanted.seed)
+        # A study's log has lines of its own.
         logging.disable_progress_bar()
+        # In fp32, in which the stages of a small base train.
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(unfinished)
         write_json(unfinished / _MADE_OF, made_of)
     _logger.info("wrote a base of %d layers with random weights to %s", spec.num_layers, folder)

@@ -39,6 +39,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
     study = load_study(path, data)
     if study.base is not None:
         study = study.model_copy(update={"base": model_folder(study.base)})
+    # Before anything is written: a mistake in the file is told at once.
     runs = StudyRuns(study, str(path))
     if study.scratch is not None:
         make_random_base(study.scratch, study.folder / SCRATCH)
@@ -106,6 +107,7 @@ class _Scheduler:
 
     def start_pending(self) -> bool:
         """Starts what can run now; False where nothing runs or waits any more."""
+        # A task is pending until its run is finished, whether it runs or has failed.
         started = {process.task.name for process in self.running} | self.failed.keys()
         waiting = [task for task in self.tasks if task.name not in started]
         # A single task gets all cores.
@@ -130,6 +132,8 @@ class _Scheduler:
         pending = {task.name for task in self.tasks}
         for process in ended:
             name = process.task.name
+            # What the folder holds decides, and not the exit code: a run that diverged at one of
+            # several learning rates fails, and yet is over.
             if name in pending:
                 outcome = "failed"
                 self.failed[name] = process.error()
@@ -161,6 +165,7 @@ class _Process:
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // (side_by_side * task.ranks))
         environment = {
+            # Before the user's environment, which may set another number.
             "OMP_NUM_THREADS": str(threads),
             **os.environ,
             # The script takes the first python on the path.
@@ -172,6 +177,7 @@ class _Process:
         }
         command = ["bash", str(shipped() / "slurm" / "cpt_korean.sh")]
         with self.log.open("ab") as file:
+            # What an earlier attempt wrote says nothing about this one.
             self._log_start = file.tell()
             # A session of its own: this process passes Ctrl-C on once, and the terminal does not.
             self.popen = subprocess.Popen(

@@ -77,6 +77,7 @@ class StudyRun:
         wanted = _compared_settings(self.config)
         changed = [key for key in wanted if found[key] != wanted[key]]
         if changed:
+            # Its figures would stand in the study's tables as those of the settings of today.
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now "
                 f"({', '.join(changed)}); remove the folder {self.folder}, or give the study "
@@ -192,9 +193,11 @@ class StudyRuns:
         self.stages: list[StudyRun] = []
         self.base = study.base or study.folder / SCRATCH
         for name, stage in study.stages.items():
+            # A stage trains the model of the stage before it, and the last one's is the base.
             settings = merged({"method": {"name": "fft"}}, stage.settings)
             self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
             self.base = self.stages[-1].folder / HF_FOLDER
+        # A run of each method: one learning rate is as valid as another.
         self._first = {name: self.grid(name)[0] for name in study.methods}
         for run in self._first.values():
             self._check_heldout(run.config.data)
@@ -254,10 +257,10 @@ class StudyRuns:
 
     def grid(self, method: str) -> list[StudyRun]:
         """The runs among which the learning rate of `method` is chosen."""
-        return [
-            self.compared(method, rate, self.study.seeds[0])
-            for rate in self.study.methods[method].learning_rates
-        ]
+        runs: list[StudyRun] = []
+        for rate in self.study.methods[method].learning_rates:
+            runs.append(self.compared(method, rate, self.study.seeds[0]))
+        return runs
 
     def chosen_rate(self, method: str) -> float | None:
         """The learning rate at which `method` learned most, whatever it forgot.
@@ -267,15 +270,16 @@ class StudyRuns:
         Raises:
             StudyError: all of them diverged.
         """
-        rates = sorted(self.study.methods[method].learning_rates)
+        rates = self.study.methods[method].learning_rates
         if len(rates) == 1:
             return rates[0]
-        runs = {rate: self.compared(method, rate, self.study.seeds[0]) for rate in rates}
-        for run in runs.values():
+        runs = self.grid(method)
+        for run in runs:
             if not self.is_over(run):
                 return None
         perplexities: dict[float, float] = {}
-        for rate, run in runs.items():
+        # In rising order: of equal perplexities `min` below takes the first.
+        for rate, run in sorted(zip(rates, runs, strict=True), key=lambda pair: pair[0]):
             if not run.has_diverged:
                 perplexities[rate] = run.perplexity()
         if not perplexities:
@@ -313,6 +317,7 @@ class StudyRuns:
         for compared in self.study.methods.values():
             total += len(compared.learning_rates) + len(self.study.seeds) - 1
         finished = sum(run.is_converted for run in self.stages)
+        # The compared runs begin when the base is made.
         if finished == len(self.stages):
             finished += sum(self.is_over(run) for run in self.known_runs())
         return f"{finished} of {total} runs are done"
@@ -327,6 +332,7 @@ class StudyRuns:
             StudyError: a method diverged at every learning rate, or one of `ended` is pending.
         """
         tasks = self._pending()
+        # Submitted again, such a task would fail again, and a chain of jobs would never end.
         unfinished = [task for task in tasks if task.name in ended]
         if unfinished:
             names = ", ".join(task.name for task in unfinished)

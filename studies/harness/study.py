@@ -156,6 +156,7 @@ class Study(Section):
                     "another name"
                 )
         for name, compared in self.methods.items():
+            # Other methods add weights, of which the base has none.
             if compared.averages and compared.method.name != "fft":
                 raise ValueError(
                     f"methods.{name}.averages: only of method fft, whose parameters are the "
@@ -165,6 +166,7 @@ class Study(Section):
                 raise ValueError(
                     f"methods.{name}.chosen_by: {compared.chosen_by} is no method here with a gate"
                 )
+        # Tables and figures know a method by its label alone.
         labels: set[str] = set()
         for compared in self.methods.values():
             if compared.label in labels:
@@ -195,6 +197,7 @@ def load_study(path: Path, data: Path) -> Study:
             f"--data {data}: no such folder; {path} reads its texts from there: give their folder "
             "as --data, or as DATA= of make"
         )
+    # As JSON has it in a string: a folder's name may have quotes and backslashes.
     without_quotes = json.dumps(str(data))[1:-1]
     values = json.loads(text.replace(placeholder, without_quotes))
     return checked(Study, values, source=str(path), listed_in="docs/studies.md")

@@ -54,6 +54,7 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
     if not row.chosen or run.has_diverged:
         return
     if run.config.gate is not None:
+        # The gate was measured when it was fitted; a run's metrics are those without it.
         heldout = open_record(run.folder / GATE_FOLDER).heldout
         # A perplexity without the tokens that the gate makes impossible compares with no other.
         if not any(text.impossible_fraction for text in heldout.values()):
@@ -65,6 +66,7 @@ def _row_of(run: StudyRun, runs: StudyRuns) -> Row:
     config = run.config
     learning_rate = config.schedule.learning_rate
     if run.has_diverged:
+        # A row without figures: the table of learning rates says that it diverged.
         values: dict[str, Any] = {"steps": config.schedule.steps, "before": {}, "after": {}}
     else:
         values = recorded(run.folder)
@@ -134,6 +136,7 @@ def _outcome(row: Row, own: Group) -> str:
     if not row.chosen:
         return ""
     if row in (own.tried[0], own.tried[-1]):
+        # A better rate may lie beyond those that were tried.
         return "chosen, at the edge"
     return "chosen"
 
@@ -141,6 +144,7 @@ def _outcome(row: Row, own: Group) -> str:
 def as_text(shown: tables.Table) -> str:
     """A table of a report for a terminal."""
     header = ["", *shown.header]
+    # A terminal has no cells over several columns: each column has the name of its group.
     column = 1
     for name, span in shown.above:
         for _ in range(span):
@@ -148,7 +152,10 @@ def as_text(shown: tables.Table) -> str:
             column += 1
     lines: list[list[str]] = []
     for label, _, cells in shown.rows:
-        lines.append([label, *(f"{cell.text} {cell.small}" for cell in cells)])
+        line = [label]
+        for cell in cells:
+            line.append(f"{cell.text} {cell.small}")
+        lines.append(line)
     return table(header, lines)
 
 

@@ -72,6 +72,7 @@ class Drawing:
     def position(self, axes: Axes, point: Point) -> Point:
         """Where a point of the axes, whose limits are set, lies in the figure."""
         x, y = axes.transData.transform(point)
+        # matplotlib counts from the bottom.
         return float(x), self.height - float(y)
 
     def text(
@@ -98,6 +99,7 @@ class Drawing:
             verticalalignment="baseline",
             weight=weight,
             style=style,
+            # A label may have dollar signs, between which matplotlib would set mathematics.
             parse_math=False,
             gid=tagged(kind),
         )
@@ -128,20 +130,24 @@ def mark(
 ) -> Line2D:
     """The mark of a style, which has its own shape and colour, at the origin of the axes."""
     shape, pixels = marker_of(style)
-    return Line2D(
+    line = Line2D(
         [0],
         [0],
         linestyle="none",
         marker=shape,
         markersize=size * pixels,
         markerfacecolor=color_of(style),
-        markeredgecolor=PAPER if kind == "mark" else "none",
-        markeredgewidth=1.2 if kind == "mark" else 0.0,
+        markeredgecolor="none",
+        markeredgewidth=0.0,
         alpha=opacity,
         clip_on=False,
-        zorder=4 if kind == "mark" else 3,
+        zorder=3,
         gid=tagged(kind, tooltip),
     )
+    if kind == "mark":
+        # Above the small marks of runs, and apart from them by an edge of the page's colour.
+        line.set(markeredgecolor=PAPER, markeredgewidth=1.2, zorder=4)
+    return line
 
 
 def tagged(kind: str, tooltip: str = "") -> str:
@@ -186,6 +192,7 @@ def set_ticks(axis: Axis, ticks: Sequence[float], labels: Sequence[str]) -> None
 def set_step_axis(axes: Axes, last: float, width: float) -> None:
     """An x axis of `width` pixels over the steps from 0 to `last`."""
     axes.set_xlim(0.0, max(1.0, last))
+    # A label of steps takes up to 80 pixels.
     most = max(1, int(width / 80))
     axes.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: count(step)))
@@ -198,6 +205,7 @@ def set_log_axis(axes: Axes, values: Sequence[float]) -> None:
     # 10^308 is still a float, and 10^-307 has all its digits.
     axes.set_ylim(10 ** max(low, -307.0), 10 ** min(high, 308.0))
     if high - low < 0.7:
+        # Within a factor of 5 there may be no tick of the logarithmic kind.
         axes.yaxis.set_major_locator(MaxNLocator(6))
     else:
         axes.yaxis.set_major_locator(FixedLocator(_log_ticks(low, high)))

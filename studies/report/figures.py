@@ -55,9 +55,11 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
         tooltip = f"{group.label}: {measure.describe(mean_place)}"
         marks.append(Mark(mean_place, group.style, tooltip))
     if not places:
+        # Of runs without corpora of both roles there is nothing to trade.
         return None
 
     # Methods on the frontier come first: they get a label for certain.
+    # `sorted` keeps the order of equal ones, and False comes before True.
     named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))
     caption = (
         "Both axes show changes of the base's figures on held-out texts. Large marks are means "
@@ -131,9 +133,11 @@ def _rates(groups: Sequence[Group]) -> Plot | None:
     for group in groups:
         ends = measure.ends(group.tried)
         if len(ends) < 2:
+            # Without a second rate there is no line.
             continue
         places = [place for _, place in ends]
         lines.append(Line("rates", group.style, places))
+        # The name is at the chosen rate; where that run has no finite figure, at the line's end.
         named = places[-1]
         for row, place in ends:
             what = f"{group.label}, learning rate {row.learning_rate:g}"
@@ -218,6 +222,7 @@ def _over_steps(groups: Sequence[Group], part: Sequence[str], figure: str) -> li
     for group in groups:
         lines = [_line(row, part, figure) for row in group.rows]
         series = Series(group.label, group.style, lines)
+        # A mean over some of the runs would jump where a run is missing.
         if all(lines) and series.mean_line:
             found.append(series)
     return found

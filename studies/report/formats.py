@@ -54,9 +54,11 @@ def change(nats: float) -> str:
     """The ratio of two perplexities, from its logarithm: −61 %, +1.5 %, ×2.3, ÷12,000."""
     if not math.isfinite(nats):
         return number(nats)
+    # As a percentage from a thousandth up to twice as much: beyond, factors are easier to read.
     if -math.log(1000) < nats < math.log(2) - 1e-9:
         return percent(math.expm1(nats), "+")
-    ratio = math.exp(min(abs(nats), 700.0))  # exp of more overflows
+    # exp of more than 709 overflows.
+    ratio = math.exp(min(abs(nats), 700.0))
     sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
     if ratio >= 1e6:
         return sign + power_of_ten(ratio, 3)
@@ -68,8 +70,10 @@ def change(nats: float) -> str:
 def percent(fraction: float, sign: str = "") -> str:
     """A fraction as a percentage: 0.5 %, 12 %, 99.9 %; with the `sign` "+" as a change: +12 %."""
     size = abs(fraction)
+    # One decimal where whole percents would say 0 %, or 100 % of what is not all.
     digits = 1 if size < 0.0995 or 0.99 < size < 1 else 0
-    value = round(100 * fraction, digits) + 0.0  # not −0
+    # The sum turns −0 into 0.
+    value = round(100 * fraction, digits) + 0.0
     if value == 0:
         sign = ""
     text = f"{value:{sign}.{digits}f}".removesuffix(".0")
@@ -78,6 +82,7 @@ def percent(fraction: float, sign: str = "") -> str:
 
 def count(value: float) -> str:
     """A large number: 812, 45.2 k, 1.24 M, 60 B."""
+    # Up to 9,999 a number is as short as with its unit.
     for least, size, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{value / size:.3g}{_SPACE}{unit}"

@@ -78,8 +78,10 @@ class Measure:
             distances.append(self.distance(now, before))
         if not learned or not forgotten:
             return None
-        if not all(math.isfinite(distance) for distance in learned + forgotten):
-            return None
+        for distance in learned + forgotten:
+            if not math.isfinite(distance):
+                return None
+        # Both rise with what they are named after, whichever way the figure goes.
         return Standing(self.better * mean(learned), -self.better * mean(forgotten))
 
     def ends(self, rows: Sequence[Row]) -> list[tuple[Row, Standing]]:
@@ -108,6 +110,7 @@ class Measure:
 
 def _nats(now: float, before: float) -> float:
     if now > 0 and before > 0:
+        # Not the logarithm of the ratio, which may overflow.
         return math.log(now) - math.log(before)
     return math.inf
 
@@ -162,10 +165,15 @@ class Group:
 
     def standing(self, measure: Measure) -> Standing | None:
         """The mean of the standings of its runs; None where one of them has none."""
-        places = [place for _, place in measure.ends(self.rows)]
-        if len(places) < len(self.rows):
+        learned: list[float] = []
+        forgotten: list[float] = []
+        for _, place in measure.ends(self.rows):
+            learned.append(place.learned)
+            forgotten.append(place.forgotten)
+        # A mean over the others would hide that a run has diverged.
+        if len(learned) < len(self.rows):
             return None
-        return Standing(*(mean(column) for column in zip(*places, strict=True)))
+        return Standing(mean(learned), mean(forgotten))
 
 
 def group(runs: Sequence[Row]) -> list[Group]:
@@ -189,6 +197,7 @@ def group(runs: Sequence[Row]) -> list[Group]:
         chosen = [run for run in members if run.chosen]
         if not chosen:
             continue
+        # All rates have the first seed; the other seeds have the chosen rate alone.
         tried = [run for run in members if run.seed == members[0].seed]
         tried.sort(key=lambda row: row.learning_rate or 0.0)
         style = _free_style(members[0].method, groups)
@@ -204,6 +213,7 @@ def _free_style(method: str | None, groups: Sequence[Group]) -> int:
         style = len(groups) % len(METHODS)
     taken = {group.style for group in groups}
     while style in taken:
+        # As many styles further there is the same colour with another mark.
         style += len(METHODS)
     return style
 
@@ -211,6 +221,7 @@ def _free_style(method: str | None, groups: Sequence[Group]) -> int:
 def measure_of(groups: Sequence[Group]) -> Measure:
     """The measure to compare the runs by: answers if all of them have some, else perplexity."""
     measure = PERPLEXITY
+    # All by the same: an axis cannot have two measures.
     if all(group.standing(ACCURACY) for group in groups):
         measure = ACCURACY
     roles = corpora(groups)

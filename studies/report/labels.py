@@ -106,6 +106,8 @@ def _best_place(
                 left -= width / 2
             top = y + distance * down - height / 2
             box = Box(left, top, left + width, top + height)
+            # In square pixels, beside which distances count where nothing is covered. What is
+            # outside cannot be read, and counts four times.
             outside = width * height - box.overlap(within)
             covered = sum(box.overlap(other) for other in obstacles)
             choices.append((distance + preference + 4 * outside + covered, box))
@@ -114,6 +116,8 @@ def _best_place(
 
 def moved_apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Positions close to `places`, at least `gap` apart, from `low` to `high` if they fit there."""
+    # From the lowest up, each is pushed above the one before; what is then too high is pushed down
+    # from the highest on.
     order = sorted(range(len(places)), key=places.__getitem__)
     found = list(places)
     edge = low

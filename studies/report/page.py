@@ -33,6 +33,7 @@ def page(runs: Sequence[Row], title: str) -> str:
     """The report of `runs`, as HTML."""
     groups = group(runs)
     shown = parts(groups)
+    # Where corpora are shown together, a second table has each of them.
     single: dict[str, list[str]] = {}
     for name in corpora(groups):
         single[name] = [name]
@@ -88,6 +89,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
     if len(placed) < 2:
         return []
 
+    # Of equal ones `max` and `min` take the first, in the order of the study's file.
     most, at_most = max(placed, key=lambda pair: pair[1].learned)
     least, at_least = min(placed, key=lambda pair: pair[1].forgotten)
     best: list[str] = []
@@ -104,6 +106,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
 
 
 def _both_widths(plot: Plot) -> tuple[Plot, Markup, Markup]:
+    # Drawn twice, as text in an SVG that is scaled to a phone's width cannot be read.
     wide = plot.draw(WIDE)
     narrow = plot.draw(NARROW, f"{plot.name}-narrow")
     return plot, svg.inline_svg(wide), svg.inline_svg(narrow)

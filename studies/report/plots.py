@@ -102,6 +102,7 @@ class LearningPlot(Plot):
     labels: Sequence[tuple[str, Standing]]
 
     def draw(self, width: float, name: str = "") -> Drawing:
+        # On a phone high enough for labels, and on a desktop low enough to be seen at once.
         height = min(560.0, max(380.0, 0.66 * width))
         drawing = Drawing(width, height, name or self.name, self.title, self.description)
         longest_label = max(text_width(label, LABEL_SIZE) for label, _ in self.labels)
@@ -123,6 +124,7 @@ class LearningPlot(Plot):
 
     def _set_axes(self, axes: Axes, area: Box) -> None:
         """Limits around all places and the base, and ticks at round changes."""
+        # The base is at the origin.
         learned = [0.0]
         forgotten = [0.0]
         for place in self._places():
@@ -190,6 +192,7 @@ class LearningPlot(Plot):
             names.append(shortened(name, LABEL_SIZE, 0.4 * drawing.width))
             points.append(drawing.position(axes, place))
 
+        # Labels may not cover "better", nor the marks of methods.
         hint = Box(area.right - 64, area.bottom - 20, area.right, area.bottom)
         taken = [hint, *(box_around(point, 12) for point in points[1:])]
         widths = [text_width(name, LABEL_SIZE) for name in names]
@@ -202,6 +205,7 @@ class LearningPlot(Plot):
                 min(max(point[0], box.left - 2), box.right + 2),
                 (box.top + box.bottom) / 2,
             )
+            # A label beside its mark is 11 pixels away.
             if abs(nearest[0] - point[0]) + abs(nearest[1] - point[1]) > 22:
                 drawing.line([point, nearest], SOFT, 0.6)
             drawing.text((box.left, box.bottom - 4), name, LABEL_SIZE, kind="label", weight=500)
@@ -248,6 +252,7 @@ class Panel(NamedTuple):
         drawing.text((middle, area.bottom + 37), "steps", TICK_SIZE, color=SOFT, align="center")
 
         for own in self.series:
+            # Of a single run its line is the mean.
             if len(own.lines) > 1:
                 for line in own.lines:
                     _draw_line(axes, "course", own.style, line)
@@ -296,6 +301,7 @@ class StepsPlot(Plot):
 
     def draw(self, width: float, name: str = "") -> Drawing:
         columns = 2 if width >= 600 and len(self.panels) > 1 else 1
+        # Names at the ends of lines are 16 pixels apart: many of them need a high panel.
         most_lines = max(len(panel.series) for panel in self.panels)
         panel_height = max(300.0, 102.0 + 16 * most_lines)
         panel_width = width / columns
@@ -323,6 +329,7 @@ def _set_change_ticks(axis: Axis, ticks: Sequence[float], words: Callable[[float
 
 def _draw_line(axes: Axes, kind: str, style: int, points: Sequence[Point]) -> None:
     width, opacity = _LINES[kind]
+    # Of no points the array would have one dimension.
     line = np.array(points, dtype=float).reshape(-1, 2)
     axes.plot(
         line[:, 0],

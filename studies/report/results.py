@@ -75,6 +75,7 @@ def with_perplexities(
     for name, perplexity in perplexities.items():
         before = row.before[name]
         after[name] = {"perplexity": perplexity}
+        # A perplexity of 1 has the logarithm 0, by which nothing can be divided.
         if "bits_per_byte" in before and 1 < before["perplexity"] < math.inf:
             # Of one text, bits per byte are proportional to the logarithm of the perplexity.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
@@ -118,6 +119,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     """
     history = read_history(folder / METRICS)
     before, *during, after = history.validations
+    # The metrics have no roles, but forgetting is measured on corpora of role replay alone.
     roles: dict[str, str] = {}
     for name in before.figures:
         roles[name] = REPLAY if name in history.forgetting else "new"
@@ -165,7 +167,11 @@ def read_runs(folders: Iterable[Path]) -> list[Row]:
         RunFolderError: a folder is neither, a file in it cannot be read, or the runs have
             different bases.
     """
-    unique = list(dict.fromkeys(path.resolve() for path in folders))
+    unique: list[Path] = []
+    for path in folders:
+        # The same folder may be named twice, as `runs/a` and `runs/a/`.
+        if path.resolve() not in unique:
+            unique.append(path.resolve())
     names = [folder.name for folder in unique]
     runs: list[Row] = []
     for folder in unique:
@@ -195,6 +201,7 @@ def _rows_of_run(folder: Path, name: str) -> list[Row]:
         # A gate is fitted after training.
         return [ungated]
     heldout = open_record(folder / GATE_FOLDER).heldout
+    # A corpus that validation does not read has no figures of the base to compare with.
     known = {corpus: text for corpus, text in heldout.items() if corpus in ungated.before}
     gated = with_perplexities(ungated, "", gated_perplexities(known), label=f"{name} + gate")
     gated = _with_chats(gated, folder)

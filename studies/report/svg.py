@@ -16,10 +16,13 @@ from studies.report.style import LIGHT
 _MARGIN = 18.0
 """Of a figure in a file of its own."""
 _SETTINGS = {
-    "svg.fonttype": "none",  # text stays text: the page's fonts, and readers can select it
-    "font.family": "DejaVu Sans",  # matplotlib's own, for layout; figures.css has the page's fonts
+    # Text stays text: it has the page's fonts, and readers can select it.
+    "svg.fonttype": "none",
+    # matplotlib's own, for layout; figures.css has the page's fonts.
+    "font.family": "DejaVu Sans",
     "axes.unicode_minus": True,
 }
+# Figures are drawn in the colours of a light page, and shown in those of the reader's page.
 _VARIABLES = {color: f"var(--{name})" for name, color in LIGHT.items()}
 _COLOR = re.compile("#[0-9a-f]{6}")
 _HREF = "{http://www.w3.org/1999/xlink}href"
@@ -65,6 +68,7 @@ def _element(drawing: Drawing) -> ElementTree.Element:
     for element in root.iter():
         _clean(element)
     _inline_markers(root)
+    # Nothing refers to definitions any more.
     _remove(root, {"defs"})
 
     root.attrib = {"class": "figure"}
@@ -88,6 +92,7 @@ def _matplotlib_svg(drawing: Drawing) -> str:
         # The layout uses DejaVu Sans, which lacks the letters of some languages; readers' fonts
         # have them.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        # Without the date, so that the same runs give the same bytes.
         drawing.figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()
 
@@ -108,6 +113,7 @@ def _clean(element: ElementTree.Element) -> None:
     """Plain names, variables for colours, and the class and tooltip of a `tagged` artist."""
     element.tag = element.tag.rpartition("}")[2]
     attributes = element.attrib
+    # The paths that these name are removed.
     attributes.pop("clip-path", None)
     if _HREF in attributes:
         attributes["href"] = attributes.pop(_HREF)

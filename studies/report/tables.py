@@ -51,7 +51,8 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
         values: set[float] = set()
         for own in groups:
             values.update(_starts(own, figure, shown[part]))
-        # The runs of several studies may have measured their bases differently.
+        # The runs of several studies may have measured their bases differently: then there is no
+        # one figure of the base.
         base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
 
     rows: list[tuple[str, int | None, Sequence[Cell]]] = [("base", None, base)]
@@ -67,13 +68,15 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
 
 
 def _figures(groups: Sequence[Group]) -> list[str]:
-    """The names of all figures that a run has at its end, each once."""
-    names: dict[str, None] = {}
+    """The names of all figures that a run has at its end, each once, in the order of the runs."""
+    names: list[str] = []
     for own in groups:
         for row in own.rows:
             for figures in row.after.values():
-                names.update(dict.fromkeys(figures))
-    return list(names)
+                for name in figures:
+                    if name not in names:
+                        names.append(name)
+    return names
 
 
 def _starts(group: Group, figure: str, part: Sequence[str]) -> list[float]:
@@ -102,10 +105,12 @@ def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
         notes.append(f"± {in_words(deviation)}")
 
     before = _starts(group, figure, part)
+    # Each run against its own base, which several studies may have measured differently.
     if figure == PERPLEXITY.figure and len(before) == len(after):
         rises: list[float] = []
         for now, then in zip(after, before, strict=True):
             rises.append(PERPLEXITY.distance(now, then))
+        # In nats: a mean of percentages would be that of the largest.
         rise = mean(rises)
         if math.isfinite(rise):
             notes.append(f"({change(rise)})")
@@ -123,10 +128,14 @@ def costs(groups: Sequence[Group]) -> Table:
         "steps",
         "runs",
     ]
-    return Table(header, [(own.label, own.style, _costs(own)) for own in groups])
+    rows: list[tuple[str, int | None, Sequence[Cell]]] = []
+    for own in groups:
+        rows.append((own.label, own.style, _costs(own)))
+    return Table(header, rows)
 
 
 def _costs(group: Group) -> list[Cell]:
+    # Runs that differ in seed alone have all but time and memory in common.
     first = group.rows[0]
     steps = Cell(f"{first.steps:,}")
     if first.tokens_seen:

@@ -61,6 +61,13 @@ def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_p
         check_same_run(manifest(saved), tmp_path, record())
 
 
+def test_settings_of_the_schedule_are_named_as_the_configuration_has_them(tmp_path):
+    for name, value in (("optimizer", "muon"), ("global_batch_size", 2)):
+        other = record().model_copy(update={name: value})
+        with pytest.raises(CheckpointError, match=rf"another schedule\.{name} \(expected "):
+            check_same_run(manifest(record()), tmp_path, other)
+
+
 def test_another_scaling_of_a_base_in_fp8_is_another_base(tmp_path):
     """A checkpoint without the entry is from when bases in fp8 had a scale for each row."""
     saved = record().model_dump(mode="json") | {"base_precision": "fp8"}

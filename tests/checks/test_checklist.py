@@ -86,7 +86,10 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
+        (
+            {"schedule__global_batch_size": 16},
+            "another schedule.global_batch_size (expected 8, found 16)",
+        ),
         ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
         ({"method__expansion__hidden_size": 24}, "initial_expansion: made with another method"),
         (

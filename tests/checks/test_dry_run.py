@@ -13,14 +13,18 @@ from safetensors import safe_open
 from pipeline.checks.dry_run import _own_weight_rows, make_plan
 from pipeline.checks.run_plan import RunPlan
 from pipeline.config.run import load_config
+from pipeline.data.tokenize.documents import texts
+from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.expansion_folder import open_expansion
 from pipeline.files.disk_space import held_bytes
 from pipeline.sizing.cluster import Cluster
+from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
 from tests.self_generated.helpers import copied_stories
-from tests.training.runs import make_run, train, write_config
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.training.runs import make_run, tokenize_corpora, train, write_config
 
 pytestmark = pytest.mark.full
 
@@ -88,6 +92,27 @@ def test_own_rows_are_bounded_until_they_are_counted(tokens, tmp_path):
         with safe_open(expansion.path / expansion.manifest.tensors[name], "pt") as file:
             sizes.append(math.prod(file.get_slice(name).get_shape()))
     assert trained[1] == sum(sizes)
+
+
+def test_lora_trains_the_rows_of_an_extended_vocabulary_beside_its_adapters(tmp_path):
+    """The base's embedding and output are two matrices of 64 columns each."""
+    vocabulary = tmp_path / "vocabulary"
+    new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
+    learned = learn_extension(STORIES, new[:20], old, add=11, min_uses=5)
+    write_extension(learned, vocabulary, lambda _: None)
+    settings = {"method": {"name": "lora", "rank": 2}}
+    plain = plan_of(write_config(tmp_path / "plain", tmp_path / "tokens", **settings))
+    settings["vocabulary"] = {"folder": str(vocabulary)}
+    path = write_config(tmp_path / "run", tmp_path / "tokens", **settings)
+    tokenize_corpora(load_config(path))
+    plan = plan_of(path)
+    assert plan.faults == plan.to_make == []
+    trained = [numbers(one, "parameters")[2] for one in (plain, plan)]
+    assert trained[1] - trained[0] == 2 * 11 * 64
+
+    assert run_ranks(train, 2, path) == [0, 0]
+    done = json.loads((tmp_path / "run" / "training.json").read_text())
+    assert done["trainable_parameters"] == trained[1]
 
 
 def test_the_plan_says_that_experts_have_no_low_rank_differences(base, tmp_path):

@@ -368,6 +368,31 @@ def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tm
 
 @pytest.mark.full
 @torch.no_grad()
+def test_a_tensor_that_an_expansion_lacks_is_named(exports, tmp_path):
+    """Parameters, tables of ids, which are buffers, and the rows of new tokens."""
+    own = export(tmp_path / "own", "own", gate_open_ids=True)
+    folder = tmp_path / "combined"
+    combine(folder, {"own": own, "pieces": exports["pieces"]})
+    CombinedForCausalLM.from_pretrained(folder)
+    for name, tensor in (
+        ("own", "token_gate.weight"),
+        ("own", "token_gate.is_open_id"),
+        ("own", "own_input.row_of_token"),
+        ("own", "output.row_of_token"),
+        ("pieces", "new_rows.embedding"),
+        ("pieces", "new_rows.output"),
+    ):
+        [file] = (folder / "expansions" / name).glob("*.safetensors")
+        whole = load_file(file)
+        assert tensor in whole
+        save_file({key: value for key, value in whole.items() if key != tensor}, file)
+        with pytest.raises(ValueError, match=rf"^expansion {name}: lacks {tensor}; combine it ag"):
+            CombinedForCausalLM.from_pretrained(folder)
+        save_file(whole, file)
+
+
+@pytest.mark.full
+@torch.no_grad()
 def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path):
     folder, owners = tmp_path / "served", list(TEXTS)
     combine(folder, {name: exports[name] for name in ("ko", *owners)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ QUICK = [
     "adapt/qwen3_moe/aligned/shared experts",
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
     "export/adapt/cache/gate/own weights",
+    "adapt/hosted llama/export/static/gate",
     # vLLM's class, up to its attention.
     *(f"vllm/{options}" for options in ("adapt", "adapt/gate", "route/gate")),
 ]
@@ -79,6 +81,35 @@ HOSTED = [
     "adapt/hosted qwen3_next/aligned/whole rows",
     *(f"{method}/hosted llama" for method in ("preserve", "lora")),
 ]
+OPEN = "gate/own rows/own gains/low rank"
+MASKS = ("masking_utils.py", "makes a tensor of all pairs of tokens")
+HOST_INDEX = ("cache_utils.py", "takes a tensor of the host")
+SOFT_CAPPED = ("models/gemma2/modeling_gemma2.py", "makes a tensor of all pairs of tokens")
+WITH_SINKS = ("models/gpt_oss/modeling_gpt_oss.py", "makes a tensor of all pairs of tokens")
+HOSTED_EXPORTS: dict[str, set[tuple[str, str]]] = {
+    **{f"{method}/hosted llama/export": set() for method in ("preserve", "adapt")},
+    "adapt/hosted llama/export/fp32/gate": set(),
+    f"preserve/hosted llama/export/masked/{OPEN}": {MASKS},
+    "lora/hosted granite/export/masked/gate/own rows/own gains": {MASKS},
+    f"adapt/hosted gemma2/export/masked/{OPEN}": {MASKS, SOFT_CAPPED},
+    f"adapt/hosted gemma3/export/masked/{OPEN}": {MASKS},
+    f"adapt/hosted gpt_oss/export/masked/{OPEN}": {MASKS, WITH_SINKS},
+    f"adapt/hosted qwen3_moe/aligned/export/masked/{OPEN}": {MASKS},
+    f"adapt/hosted qwen3_next/aligned/export/{OPEN}": set(),
+    f"preserve/hosted mamba/export/{OPEN}": set(),
+    # What a CUDA graph captures.
+    f"preserve/hosted llama/export/static/{OPEN}": set(),
+    "lora/hosted granite/export/static/gate/own rows/own gains": set(),
+    **{
+        f"adapt/hosted {name}/aligned/export/static/{OPEN}": set()
+        for name in ("phi", "gpt2", "qwen3_moe", "deepseek_v3", "ernie4_5_moe", "qwen3_next")
+    },
+    # A layer with a window asks for the place of its last token by a tensor made on the host.
+    "adapt/hosted gemma3/export/static": {MASKS, HOST_INDEX},
+    f"adapt/hosted gemma2/export/static/{OPEN}": {MASKS, HOST_INDEX, SOFT_CAPPED},
+    f"adapt/hosted gpt_oss/export/static/{OPEN}": {MASKS, HOST_INDEX, WITH_SINKS},
+}
+"""By case, in which file transformers does what."""
 DIFFERENCES = [
     f"difference/{unpacked}/{tokens}"
     for unpacked in ("once", "by_layer")
@@ -172,6 +203,18 @@ def test_neither_does_that_of_a_hosted_base(trace):
 
 
 @pytest.mark.full
+def test_an_export_of_a_hosted_base_has_transformers_own_faults_alone(trace):
+    fault_of_library = re.compile(r"transformers: \S+ (.+): (\S+\.py):\d+: ")
+    for case, faults in trace(*HOSTED_EXPORTS).items():
+        found = set()
+        for fault in faults:
+            parts = fault_of_library.match(fault)
+            assert parts, (case, fault)
+            found.add((parts[2], parts[1]))
+        assert found == HOSTED_EXPORTS[case], case
+
+
+@pytest.mark.full
 def test_rows_of_documents_are_split_on_the_host_for_bases_that_would_mix_them(trace):
     for faults in trace(*(f"adapt/hosted {name}" for name in ONE_DOCUMENT)).values():
         waits = [fault for fault in faults if fault.startswith("the host waits")]
@@ -217,8 +260,9 @@ def test_planted_faults_are_seen_with_their_line(trace):
         "adapt/llama/planted_wait",
         "adapt/qwen3_moe",
         "adapt/qwen3_moe/aligned/shared experts/counted",
+        "adapt/hosted llama/export/static/gate/planted_wait/planted_host_tensor",
     )
-    host, wait, experts, shared = found.values()
+    host, wait, experts, shared, export = found.values()
     assert any("pipeline/scale_math.py" in fault for fault in host), host
     assert any(
         "pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait
@@ -232,3 +276,14 @@ def test_planted_faults_are_seen_with_their_line(trace):
     assert any(
         "pipeline/parallel/expert_rows.py" in fault and "int(ends[-1])" in fault for fault in shared
     ), shared
+    exported = "pipeline/hf/remote_code"
+    assert any(
+        f"{exported}/modeling_scale_hosted.py" in fault and "if index ==" in fault
+        for fault in export
+        if fault.startswith("the host waits")
+    ), export
+    assert any(
+        f"{exported}/scale_layer.py" in fault
+        for fault in export
+        if "takes a tensor of the host" in fault
+    ), export

@@ -8,10 +8,15 @@ an operation on the device, a copy between the two, a value that the host waits 
 all pairs of tokens. With the option `compiled` each layer is traced by torch.compile, forward and
 backward, up to what a compiler for GPUs would get: a break of its graph is a fault, too.
 
+With the option `export` a case is an export of METHOD on a hosted base, whose text grows token by
+token in a cache of its own, or with the option `static` stands in a cache of fixed size. There a
+fault is ours where the innermost line is the project's; otherwise it begins with `transformers:`,
+and masks of all pairs of tokens count too.
+
 An export of a full difference (`difference/once/open`, or `closed`) asks on the host what its gate
 opens, and some bases that transformers computes (`hosted mamba`) wait too: there the host gets a
-value for each wait and goes on. Masks of all pairs of tokens are no fault of hosted bases:
-transformers makes them.
+value for each wait and goes on. Masks of all pairs of tokens are no fault of hosted bases that
+train: transformers makes them.
 """
 
 from __future__ import annotations
@@ -31,22 +36,28 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
+from transformers.initialization import no_init_weights
 
 from pipeline.config.base import BaseCode, GradientPrecision
 from pipeline.config.method import Lora
 from pipeline.config.schedule import Schedule
+from pipeline.conversion.hosted_export import config_entries
 from pipeline.gating.gate import FittedGate
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hosted.bases import read_spec
+from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import method_for, quantize_base
 from pipeline.model import attention
 from pipeline.model.attention import Documents
@@ -65,6 +76,7 @@ from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.widened import METHODS, SEED, Watched, scale_settings
 
 ROOT = Path(__file__).parents[2]
+LIBRARY = Path(transformers.__file__).parent
 DEVICE = torch.device("cuda", 0)
 ROWS = 2
 LENGTH = 251
@@ -83,6 +95,9 @@ _SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
 """Functions of ours that make tensors of all pairs of tokens here alone. What is compiled on a GPU
 evaluates masks and scores block by block; and which kernel torch takes for rows of one document
 depends on the kernels that it was built with. `make gpu` sees both."""
+_CALLED_ATTENTION = "scaled_dot_product_attention("
+"""How the line reads that calls torch's kernels in an export of a hosted base, for which the same
+holds."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,19 @@ class Case:
     def is_hosted(self) -> bool:
         """Whether transformers computes the base."""
         return self.base.startswith(HOSTED)
+
+    @property
+    def is_hosted_export(self) -> bool:
+        """Whether it is an exported model on such a base."""
+        return self.is_hosted and "export" in self.options
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph is captured of it: its model is compiled, which decides nothing on the
+        host."""
+        if self.is_hosted_export:
+            return "static" in self.options
+        return self.method in SERVED and self.answer is None
 
     @property
     def answer(self) -> int | None:
@@ -311,6 +339,61 @@ def plant(model: Any, case: Case) -> None:
         model.spec = replace(model.spec, embedding_scale=torch.ones((), device=DEVICE))
 
 
+def hosted_export_step(case: Case, spec: DecoderSpec) -> Callable[[], object]:
+    """A token after a prompt, by an exported model on a hosted base.
+
+    With the option `masked` it is given the mask and the positions that `generate` gives.
+    """
+    assert isinstance(spec, HostedSpec)
+    config = _hosted_export_config(case, spec)
+    dtype = torch.float32 if "fp32" in case.options else torch.bfloat16
+    with DEVICE, default_dtype(dtype), no_init_weights():
+        model = HostedScaleForCausalLM(config).eval()
+        tokens = torch.zeros(ROWS, LENGTH + 1, dtype=torch.long)
+        mask = torch.ones_like(tokens)
+        positions = torch.zeros_like(tokens)
+        fixed = None
+        if "static" in case.options:
+            fixed = StaticCache(config=model.base.config, max_cache_len=2 * LENGTH)
+
+    def inputs(begin: int, end: int) -> dict[str, Any]:
+        given: dict[str, Any] = {"input_ids": tokens[:, begin:end], "use_cache": True}
+        if "masked" in case.options:
+            given |= {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        return given
+
+    @torch.no_grad()
+    def decode() -> None:
+        if fixed is not None:
+            fixed.reset()
+        prompt = model(**inputs(0, LENGTH), past_key_values=fixed, logits_to_keep=1)
+        cache = {"past_key_values": getattr(prompt, "past_key_values", None)}
+        if cache["past_key_values"] is None:
+            cache = {"cache_params": prompt.cache_params}  # Mamba's name for it
+        model(**inputs(LENGTH, LENGTH + 1), **cache)
+
+    def run() -> None:
+        decode()
+        if "planted_host_tensor" in case.options:
+            model.rotary.frequencies = torch.zeros_like(model.rotary.frequencies, device="cpu")
+        if "planted_wait" in case.options:
+            model.config.gate_layer = torch.ones((), dtype=torch.long, device=DEVICE)
+
+    return run
+
+
+def _hosted_export_config(case: Case, spec: HostedSpec) -> HostedScaleConfig:
+    """The configuration that an export of a case has, and perhaps a gate."""
+    with torch.device("meta"):
+        plan = build(case, spec).plan
+    assert plan is not None, "the methods that are exported have one"
+    gate: dict[str, Any] = {}
+    if "gate" in case.options:
+        gate = {"gate_layer": 1, "gate_features": "token+running_mean", "gate_open_ids": True}
+    values = config_entries(spec, plan)
+    return HostedScaleConfig(**values, **gate, tie_word_embeddings=False)
+
+
 def muon_step() -> Callable[[], object]:
     """Muon's products; putting matrices together needs ranks."""
     with DEVICE:
@@ -321,9 +404,11 @@ def muon_step() -> Callable[[], object]:
 class Faults:
     """Collects faults, each with the line of the project that made it."""
 
-    def __init__(self, *, masks_of_pairs: bool = False) -> None:
-        """With `masks_of_pairs` tensors of all pairs of tokens are no fault."""
+    def __init__(self, *, masks_of_pairs: bool = False, names_library: bool = False) -> None:
+        """With `masks_of_pairs` tensors of all pairs of tokens are no fault; with `names_library` a
+        fault of transformers' own code is named as its."""
         self.masks_of_pairs = masks_of_pairs
+        self.names_library = names_library
         self.operations = 0
         self.found: list[str] = []
 
@@ -381,22 +466,38 @@ class Faults:
             self.found.append(f"{what}: {where}")
             return
         stack = traceback.extract_stack() if frames is None else frames
-        ours = [frame for frame in stack if _is_ours(frame.filename)]
         makes_pairs = what.endswith("pairs of tokens")
+        ours = [frame for frame in stack if _is_ours(frame.filename)]
         if makes_pairs and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
             return
-        where = "no line of the project"
-        if ours:
-            where = (
-                f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
-            )
-        self.found.append(f"{what}: {where}")
+        last = None
+        for frame in stack:
+            if _is_ours(frame.filename) or (self.names_library and _is_library(frame.filename)):
+                last = frame
+        if last is None:
+            self.found.append(f"{what}: no line of the project")
+        elif self.names_library and makes_pairs and _CALLED_ATTENTION in (last.line or ""):
+            return
+        elif _is_library(last.filename):
+            self.found.append(f"transformers: {what}: {_line(last, LIBRARY)}")
+        else:
+            self.found.append(f"{what}: {_line(last, ROOT)}")
+
+
+def _line(frame: traceback.FrameSummary, root: Path) -> str:
+    """A line of a file within `root`, with its number."""
+    return f"{Path(frame.filename).relative_to(root)}:{frame.lineno}: {frame.line}"
 
 
 def _is_ours(file: str) -> bool:
     """Whether a file is code of the project that runs on GPUs."""
     path = Path(file)
     return path.is_relative_to(ROOT / "pipeline") or path.is_relative_to(ROOT / "serving")
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is transformers' own."""
+    return Path(file).is_relative_to(LIBRARY)
 
 
 def last_line(stack: str) -> str | None:
@@ -418,8 +519,7 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
         patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
         # transformers asks before it takes the grouped product of a mixture.
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        if case.method in SERVED and case.answer is None:
-            # A graph is captured of a compiled model, which decides nothing on the host.
+        if case.is_captured:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         yield
 
@@ -429,10 +529,15 @@ def traced(case: Case) -> Faults:
     spec = None
     if case.method not in (*SERVED, "muon"):
         spec = spec_of(case)
-    faults = Faults(masks_of_pairs=case.is_hosted)
+    faults = Faults(
+        masks_of_pairs=case.is_hosted and not case.is_hosted_export,
+        names_library=case.is_hosted_export,
+    )
     with FakeTensorMode(), as_on_a_gpu(case):
         try:
-            if spec is not None:
+            if spec is not None and case.is_hosted_export:
+                run = hosted_export_step(case, spec)
+            elif spec is not None:
                 run = training_step(case, spec)
             elif case.method == "muon":
                 run = muon_step()

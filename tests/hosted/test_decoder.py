@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from pipeline.errors import BaseModelError
-from pipeline.hosted.bases import computed_dtype, open_base
+from pipeline.errors import BaseModelError, ConfigError
+from pipeline.hosted.bases import check_dtype, computed_dtype, open_base
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import is_base
-from tests.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
+from tests.hosted.bases import (
+    KINDS,
+    by_transformers,
+    hosted,
+    opened,
+    save_hosted,
+)
 from tests.widened import packed, some_batch, some_tokens, trained_gradients, unwidened
 
 NOISE = 0.05
@@ -140,6 +148,51 @@ def test_a_base_in_16_bits_with_such_parameters_computes_in_fp32(base, monkeypat
         folder = base(kind)
         monkeypatch.setitem(folder.__dict__, "dtype", torch.bfloat16)
         assert computed_dtype(folder) == dtype
+
+
+def test_fp16_is_refused_where_transformers_keeps_parameters_in_fp32_beside_it(base):
+    """And not beside bf16: the norms of gpt_oss, whose values fp16 may not hold."""
+    spec = base("gpt_oss").spec
+    check_dtype(spec, torch.bfloat16)
+    check_dtype(spec, torch.float32)
+    message = (
+        r"deepspeed: expected bf16 or fp32 .*gpt_oss.* keeps model\.layers\.0\.\S*norm\.weight in "
+        r"fp32, found float16; take ds_configs/zero1\.json"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_dtype(spec, torch.float16)
+    # Where bf16 is refused as well, it is no remedy.
+    with pytest.raises(ConfigError, match=r"deepspeed: expected fp32 .* found float16"):
+        check_dtype(base("ernie4_5_moe").spec, torch.float16)
+
+
+def test_experts_that_no_grouped_product_takes_are_refused_by_name(base, monkeypatch):
+    """torch's refusal comes at the first step, and names strides alone."""
+    folder = base("qwen3_moe")  # experts of 20 channels: 40 bytes in bf16, 80 in fp32
+    tokens = some_tokens(folder.spec, 2, 20)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"), torch.no_grad():
+        by_transformers(folder, torch.bfloat16)(tokens, use_cache=False)
+    message = (
+        r"deepspeed: expected fp32 with a hosted base \(model_type qwen3_moe\), whose experts "
+        r"model\.layers\.0\.mlp\.experts\.down_proj have matrices of 32 x 20, .*, found bfloat16; "
+        r"take ds_configs/zero1_fp32\.json"
+    )
+    with pytest.raises(ConfigError, match=message) as refusal:
+        check_dtype(folder.spec, torch.bfloat16)
+    assert "\n" not in str(refusal.value)
+    check_dtype(folder.spec, torch.float32)
+    monkeypatch.setitem(folder.__dict__, "dtype", torch.bfloat16)
+    assert computed_dtype(folder) == torch.float32
+
+
+def test_experts_that_fit_no_type_are_refused(base):
+    spec = base("qwen3_moe").spec
+    spec = replace(spec, config={**spec.config, "moe_intermediate_size": 18})
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(
+            ConfigError, match=r"base: no type .* have matrices of .*; take another base"
+        ):
+            check_dtype(spec, dtype)
 
 
 def test_gradients_of_a_scaled_output_are_those_of_autograd(base):

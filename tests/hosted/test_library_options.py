@@ -11,7 +11,7 @@ import transformers
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pipeline.conversion.hosted_export import _sizes, _structure
+from pipeline.conversion.hosted_export import config_entries
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from tests.hosted.bases import hosted, opened, save_hosted
@@ -23,13 +23,8 @@ def config(tmp_path_factory) -> HostedScaleConfig:
     """The configuration of an export whose base is a granite."""
     base = opened(save_hosted("granite", tmp_path_factory.mktemp("base") / "granite"))
     model = hosted(base)
-    return HostedScaleConfig(
-        **_sizes(base.spec, model.plan),
-        base_class=base.spec.structure.model_class,
-        base_config=dict(base.spec.config),
-        structure=_structure(base.spec, model.plan),
-        tie_word_embeddings=False,
-    )
+    entries = config_entries(base.spec, model.plan)
+    return HostedScaleConfig(**entries, tie_word_embeddings=False)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Gemma3ForConditionalGeneration
 
-from pipeline.conversion.hosted_export import _media_token_ids, _sizes, _structure
+from pipeline.conversion.hosted_export import config_entries
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hosted.bases import open_base
 from tests.bases import copy_tokenizer
@@ -34,11 +34,7 @@ def _export(gemma3, threshold: float):
     base, model = gemma3
     plan = hosted(base).plan
     config = HostedScaleConfig(
-        **_sizes(base.spec, plan),
-        base_class=base.spec.structure.model_class,
-        base_config=dict(base.spec.config),
-        structure=_structure(base.spec, plan),
-        media_token_ids=_media_token_ids(base.spec.config),
+        **config_entries(base.spec, plan),
         gate_layer=1,
         gate_threshold=threshold,
         tie_word_embeddings=False,

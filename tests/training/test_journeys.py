@@ -313,7 +313,7 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
     values["schedule"]["optimizer"] = "adamw"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
     with pytest.raises(
-        CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"
+        CheckpointError, match=r"another schedule\.optimizer \(expected 'muon', found 'adamw'\)"
     ):
         check_stage(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
 

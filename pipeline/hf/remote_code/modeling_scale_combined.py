@@ -139,8 +139,12 @@ class CombinedForCausalLM(ScaleForCausalLM):
     def load_expansion(self, name: str, folder: Path) -> None:
         """Adds the expansion `name`, an entry of the config, from its `folder`, without its base:
         see `share_base`.
+
+        Raises:
+            ValueError: the folder lacks the rows of the expansion's new tokens.
         """
-        config = ScaleConfig(**self.config.expansions[name])
+        entries = self.config.expansions[name]
+        config = ScaleConfig(**entries)
         config._attn_implementation = self.config._attn_implementation
         with no_init_weights(), torch.device("meta"):
             model = ScaleForCausalLM(config)
@@ -156,7 +160,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
                     # A gate stays in fp32: 16 bits would change decisions. Tables of ids stay too.
                     dtype = tensor.dtype
                 tensors[key] = tensor.to(device, dtype)
-        new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
+        new_rows: list[Tensor] = []
+        if entries["vocab_size"] > entries["base_vocab_size"]:
+            check_complete(name, [key for key in NEW_ROWS if key not in tensors])
+            new_rows = [tensors.pop(key) for key in NEW_ROWS]
         model.load_state_dict(tensors, strict=False, assign=True)
         first = self.config.vocab_size
         if new_rows:
@@ -201,11 +208,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
                         setattr(module, leaf, of_base[key])
                     elif parameter.is_meta:
                         missing.append(key)
-            if missing:
-                raise ValueError(
-                    f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it "
-                    "again"
-                )
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_meta:
+                        missing.append(f"{path}.{leaf}")
+            check_complete(name, missing)
             add_other_tokens(model, own, self.config.vocab_size)
 
     def set_active(self, names: Iterable[str]) -> None:
@@ -528,6 +534,16 @@ class CombinedForCausalLM(ScaleForCausalLM):
         raise ValueError(
             "continuous batching cannot run this model: it has a cache for each expansion"
         )
+
+
+def check_complete(name: str, missing: list[str]) -> None:
+    """Raises ValueError: the expansion `name` lacks the tensors `missing`."""
+    if not missing:
+        return
+    more = ""
+    if len(missing) > 1:
+        more = f" and {len(missing) - 1} more"
+    raise ValueError(f"expansion {name}: lacks {missing[0]}{more}; combine it again")
 
 
 def opened_margin(margin: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .scale_hosted_blocks import (
     HostedNorm,
 )
 from .scale_hosted_own import low_rank_differences, own_gains
+from .scale_layer import ScaleRotary
 from .scale_math import mask_of_rows, masked_sum, own_row_logits
 from .scale_streams import ScaleOwnInput, own_row_table
 
@@ -138,6 +139,16 @@ class HostedPass:
         return cache
 
 
+def _rotary_of(config: HostedScaleConfig) -> dict[str, Any]:
+    """The rotary embedding of the added heads, as a ScaleRotary reads it."""
+    return {
+        "frequencies": config.frequencies,
+        "long_frequencies": None,
+        "context": None,
+        "attention_factor": 1.0,
+    }
+
+
 def given_cache(call: dict[str, Any]) -> Any:
     """The cache among the arguments of a forward; None: the base makes its own, or has none."""
     cache = call.get("past_key_values")
@@ -168,6 +179,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         self.base = self._base_of(config, attention)
         # The base may lack the default, which this configuration would ask for when used again.
         config._attn_implementation = self.base.config._attn_implementation
+        self.rotary = ScaleRotary(_rotary_of(config))
         self.embedding = None
         self.final_norm = None
         if config.expansion_hidden_size:
@@ -197,6 +209,11 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if attention is not None:
             options["attn_implementation"] = attention
         return base_class._from_config(base_config, dtype=torch.get_default_dtype(), **options)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ScaleRotary):
+            module.fill()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
@@ -306,7 +323,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             past,
             call.get("attention_mask"),
             call.get("position_ids"),
-            self.config,
+            self.rotary,
             self.dtype if x_up is None else x_up.dtype,
         )
         if call.get("use_cache") is None:

@@ -12,7 +12,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale_hosted import HostedScaleConfig
-from .scale_math import masked_sum, rotary_table, rotate, with_gain
+from .scale_layer import ScaleRotary
+from .scale_math import masked_sum, rotate, with_gain
 
 
 class AddedKeys(DynamicLayer):  # type: ignore[misc]
@@ -104,11 +105,10 @@ class HostedAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if keys is not None:
             key, value = keys.update(key, value)
-        heads = F.scaled_dot_product_attention(
+        heads = inputs.attended(
             query,
             key.repeat_interleave(self.queries_per_key, dim=1),
             value.repeat_interleave(self.queries_per_key, dim=1),
-            attn_mask=inputs.visible,
         )
         return self.output(y, heads.transpose(1, 2).flatten(2), masked)
 
@@ -144,7 +144,10 @@ class HostedInputs:
 
     Attributes:
         past: how many tokens the cache holds.
-        visible: bool [B, 1, S, past + S], which tokens each token attends to.
+        visible: bool [B, 1, S, past + S], which tokens each token attends to; None: all so far, but
+            for padding where there is a `text_first`.
+        text_first: [B, 1, S, 1], the places of a prompt's tokens with padding behind its text;
+            None: nothing is known to be padding, or `visible` hides it.
         is_text: bool [B, S], false for padding; None: all is text.
     """
 
@@ -154,39 +157,78 @@ class HostedInputs:
         past: int,
         attention_mask: Any,
         position_ids: Tensor | None,
-        config: HostedScaleConfig,
+        rotary: ScaleRotary,
         dtype: torch.dtype,
     ) -> None:
         length = tokens.shape[1]
         self.past = past
         place = torch.arange(past + length, device=tokens.device)
-        visible = place[None] <= place[past:, None]
-        visible = visible[None].expand(len(tokens), -1, -1)
         known = _is_text(attention_mask, past + length)
         self.is_text = None
         if known is not None:
             self.is_text = known[:, past:]
-            # Padding sees itself: a row of a softmax must not be empty.
-            is_itself = place[None] == place[past:, None]
-            visible = visible & known[:, None] | is_itself
+        documents = None
         if position_ids is None:
             position_ids = place[None, past:]
         elif position_ids.dim() == 3:
             position_ids = position_ids[0]  # rows of M-RoPE: the first counts the text
         elif past == 0 and attention_mask is None:
             # As transformers reads them: positions that begin again are another document.
-            document = (position_ids.diff(dim=1) != 1).cumsum(1)
-            document = F.pad(document, (1, 0))
-            visible = visible & (document[:, :, None] == document[:, None])
-        self.visible = visible[:, None]
-        frequencies = torch.tensor(config.frequencies, device=tokens.device)
-        cos, sin = rotary_table(frequencies, position_ids, 1.0, dtype)
-        self._cos = cos.unsqueeze(-2)
-        self._sin = sin.unsqueeze(-2)
+            documents = (position_ids.diff(dim=1) != 1).cumsum(1)
+            documents = F.pad(documents, (1, 0))
+        self.visible: Tensor | None = None
+        self.text_first: Tensor | None = None
+        if past == 0 and documents is None:
+            if known is not None:
+                is_padding = (~known).to(torch.uint8)
+                self.text_first = is_padding.argsort(dim=1, stable=True)[:, None, :, None]
+                self._as_given = self.text_first.argsort(dim=2)
+        elif length > 1 or known is not None:
+            self.visible = _visible(place, past, known, documents)
+        cos, sin = rotary(position_ids, dtype)
+        # The tables are for heads [B, H, S, K].
+        self._cos = cos.transpose(1, 2)
+        self._sin = sin.transpose(1, 2)
 
     def rotated(self, heads: Tensor) -> Tensor:
         """heads: [B, S, H, K], turned by their positions."""
         return rotate(heads, self._cos, self._sin)
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [B, H, S, K], key and value: [B, H, past + S, K] -> [B, H, S, K]."""
+        if self.text_first is None:
+            is_prompt = self.past == 0 and self.visible is None
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=self.visible, is_causal=is_prompt
+            )
+        # With its padding behind it a text attends as one without padding. So no mask of S x S is
+        # made, and the host is not asked whether there is any padding.
+        heads = F.scaled_dot_product_attention(
+            query.take_along_dim(self.text_first, dim=2),
+            key.take_along_dim(self.text_first, dim=2),
+            value.take_along_dim(self.text_first, dim=2),
+            is_causal=True,
+        )
+        return heads.take_along_dim(self._as_given, dim=2)
+
+
+def _visible(place: Tensor, past: int, known: Tensor | None, documents: Tensor | None) -> Tensor:
+    """Which tokens each token attends to, bool [B or 1, 1, S, past + S].
+
+    Args:
+        place: [past + S], the numbers of all tokens.
+        past: how many of them the cache holds.
+        known: bool [B, past + S], false for padding; None: all is text.
+        documents: [B, S], equal numbers for the tokens of one document; None: each row is one.
+    """
+    visible = (place[None] <= place[past:, None])[None]
+    if known is not None:
+        # Padding sees itself: a row of a softmax must not be empty.
+        is_itself = place[None] == place[past:, None]
+        visible = visible & known[:, None] | is_itself
+    if documents is not None:
+        visible = visible & (documents[:, :, None] == documents[:, None])
+    return visible[:, None]
 
 
 def _is_text(mask: Any, length: int) -> Tensor | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import yaml
 
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
-from pipeline.hosted.bases import kept_in_fp32
+from pipeline.hosted.bases import unsupported_in
 from pipeline.hosted.spec import HostedSpec
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
@@ -154,9 +155,9 @@ def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
         f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
         "`scale-cpt estimate` compares others."
     )
-    name = kept_in_fp32(spec)
-    if name is not None:
-        comment += f"\nIn fp32, as transformers keeps {name} so in a model of 16 bits."
+    reason = unsupported_in(spec, torch.bfloat16)
+    if reason is not None:
+        comment += f"\nIn fp32: this is a base {reason}."
     return comment
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.errors import LayoutError
-from pipeline.hosted.bases import kept_in_fp32
+from pipeline.hosted.bases import unsupported_in
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
@@ -40,7 +42,7 @@ def fit_under_gate(
 
 def deepspeed_file(zero_stage: int, spec: DecoderSpec, cluster: Cluster) -> str:
     """DeepSpeed's file for a ZeRO stage, in fp32 on CPUs and for a base that asks for it."""
-    is_in_fp32 = cluster.on_cpu or kept_in_fp32(spec) is not None
+    is_in_fp32 = cluster.on_cpu or unsupported_in(spec, torch.bfloat16) is not None
     precision = "_fp32" if is_in_fp32 else ""
     return f"ds_configs/zero{zero_stage}{precision}.json"
 

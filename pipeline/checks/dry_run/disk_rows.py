@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.checks.run_plan import Row, times_in_run
+from pipeline.checks.dry_run.run_plan import Row, times_in_run
 from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER

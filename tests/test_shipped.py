@@ -30,6 +30,7 @@ BASES = {
     "stages": "llama-1m",
     "frontier_long": "llama-1m",
     "frontier_longest": "llama-1m",
+    "fp8": "llama-1m",
 }
 CLUSTERS = (8, 16, 32, 64, 128)
 RANKS = {

@@ -312,6 +312,7 @@ class HostedDecoder(CausalDecoder):
             show(output[0] if isinstance(output, (tuple, list)) else output)
 
         if layer > last:
+            # After the last layer there is no input to look at, only the last layer's output.
             handle = module.register_forward_hook(after)
         else:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)

@@ -90,7 +90,8 @@ def build_base(spec: HostedSpec) -> nn.Module:
     model_class = getattr(transformers, spec.structure.model_class)
     options: dict[str, Any] = {"dtype": dtype}
     if dtype == torch.float64:
-        # The products over all experts at once are for smaller types.
+        # Verification of exports in fp32 runs the base in fp64. The products over all experts at once
+        # are for smaller types.
         options["experts_implementation"] = "eager"
     with no_init_weights():
         model: Any = model_class._from_config(hosted_config(spec), **options)

@@ -258,10 +258,10 @@ class Watched(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        self.look(operation, _tensors((args, kwargs)), _tensors(result))
+        self.look(operation, tensors((args, kwargs)), tensors(result))
         return result
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: Any) -> list[Tensor]:
     """The tensors anywhere in nested tuples, lists and dictionaries."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -215,6 +215,7 @@ def trained_engine(config: RunConfig) -> Engine:
     groups = ProcessGroups(layout)
     torch.manual_seed(0)
     model = build_model(config, BaseFolder(config.base, spec), settings, groups)
+    # Random, as trained weights are: a disk may store zeros as holes.
     for parameter in model.parameters():
         held_values(parameter).detach().normal_(std=0.02)
     engine = Engine(model, config, settings, groups)

@@ -130,6 +130,7 @@ def main() -> None:
     add("--contender", nargs=3, metavar=("NAME", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
+        # This is the process of one contender: its memory and time are measured from outside.
         name, source, output = options.contender
         _CONTENDERS[name](Path(source), Path(output))
         return

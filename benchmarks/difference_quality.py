@@ -112,7 +112,9 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
             # Without a closed beginning, or without an open token, both ways are the same.
             continue
         first = int(opens.nonzero()[0])
+        # As the export does: the beginning anew, by the trained model.
         whole = model.trained()(text, use_cache=False).logits[:, first:]
+        # Both models have the same widths, so that one can go on with the other's keys.
         cache = DynamicCache(config=config)
         model.base(text[:, :first], past_key_values=cache, use_cache=True)
         going_on = model.trained()(text[:, first:], past_key_values=cache, use_cache=True).logits
@@ -121,6 +123,7 @@ def cost_of_base_keys(model: Any, windows: Windows) -> dict[str, float]:
         closed_again += int((~opens[first:]).sum())
         tokens += int((targets[:, first:] != IGNORED).sum())
     if not tokens:
+        # Every text is open from its first token, or closed to its end.
         return {"tokens": 0}
     return {
         "tokens": tokens,

@@ -88,6 +88,7 @@ def score(model: Any, ids: Tensor, context: int) -> Scored:
     def record(_: nn.Module, __: object, opens: Tensor) -> None:
         by_score.append(opens.flatten())
 
+    # None in an export without a gate.
     gates = [module for module in model.modules() if isinstance(module, ScaleGate)]
     hooks = [gate.register_forward_hook(record) for gate in gates]
     decisions: list[Tensor] = []

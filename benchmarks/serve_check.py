@@ -148,6 +148,7 @@ def judged(base: Row, export: Row) -> list[str]:
         ]
     faults: list[str] = []
     for kind in TYPES:
+        # What llama.cpp itself changes, by rounding and by its kernels, is in both.
         of_base = base[kind] / base[reference]
         of_export = export[kind] / export[reference]
         if not abs(of_export / of_base - 1) <= TOLERANCE:
@@ -166,6 +167,7 @@ def transformers_perplexity(folder: Path, text: str, context: int) -> float:
     begins a document. Positions from the middle of the window on are scored; an incomplete window
     is left out.
     """
+    # In fp32: in 16 bits the reference would be rounded as what it is the reference of.
     model = load_hf_model(folder, torch.float32)
     tokenizer = served_tokenizer(folder)
     ids = torch.tensor(tokenizer(text)["input_ids"])
@@ -213,6 +215,7 @@ def run(command: list[str]) -> str:
     output = done.stdout + done.stderr
     if done.returncode:
         last = output.strip().splitlines()[-1:] or ["no output"]
+        # The script, where Python runs one.
         program = next(part for part in command if part != sys.executable)
         raise ConversionError(f"{program}: exit code {done.returncode}: {last[0]}")
     return output

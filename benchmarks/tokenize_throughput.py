@@ -158,6 +158,7 @@ def _contenders(
         command = [*OURS, "--input", str(source.with_suffix(suffix)), "--output", str(output)]
         return [*command, "--tokenizer", str(tokenizer), "--workers", workers]
 
+    # What starting takes is taken off below: the rates hold for any amount of text.
     contenders = {_OUR_START: ours(_START)}
     for suffix in (".jsonl", ".jsonl.zst", ".parquet"):
         contenders[f"ours, gigatoken, {suffix}"] = ours(suffix)
@@ -209,6 +210,7 @@ def _compare(
     megabytes = source.stat().st_size / 1e6
     rows: list[Row] = []
     for name, done in runs.items():
+        # The least of each figure: other load only ever adds.
         best = best_of(done)
         row: Row = {"contender": f"{language}, {name}", "megabytes": megabytes}
         if name == _OUR_START:

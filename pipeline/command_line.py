@@ -103,12 +103,16 @@ def _has_lost_reader() -> bool:
     return lost
 
 
-def print_json(value: object) -> None:
-    """Prints a value for a program, as JSON; a number that is not finite becomes null."""
-    # Here: most commands print none.
-    import orjson
+def as_json(value: object) -> str:
+    """A value as JSON, for a program; a number that is not finite becomes null."""
+    import orjson  # Here, because most commands print none.
 
-    print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+
+
+def print_json(value: object) -> None:
+    """Prints a value as JSON, for a program."""
+    print(as_json(value))
 
 
 def add_run(parser: argparse._ActionsContainer, *, required: bool = True) -> None:

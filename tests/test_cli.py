@@ -133,6 +133,11 @@ def test_a_script_starts_workers(tmp_path):
             ("train", "--gpus", "2", "configs/demo.yaml"),
             "error: only --dry-run takes these options",
         ),
+        (
+            ("evaluate", "configs/demo.yaml", "--tasks", "arc_easy"),
+            "error: a run is scored on its own held-out texts, and on --chats; to score models on ",
+        ),
+        (("evaluate", "--model", "x"), "error: name a run, or --model with one of --data, "),
     ],
 )
 def test_a_command_that_cannot_be_is_refused(words, said):

@@ -62,6 +62,7 @@ class Separation:
                 self._windows(kinds[old].test, is_new=False),
             ]
         )
+        # The same test text for all gates, whatever they were fitted against: rows compare.
         for against, text in self._fitting_texts(kinds[new], kinds[old], old).items():
             all_features: Sequence[GateFeatures] = [self._settings.features]
             if against == old:
@@ -99,6 +100,8 @@ class Separation:
         try:
             return fit_on(stream, text, settings).gate
         except DataError as error:
+            # Of the user's own texts it is a mistake. What a base writes may look like the new text
+            # where it was trained on such text: that is a finding.
             if not text.fit.is_self_generated.any():
                 raise
             logger.warning("before layer %d: left out: %s", stream.layer, error)
@@ -114,6 +117,7 @@ def _figures(scores: Tensor, test: Windows, threshold: float) -> dict[str, float
     The threshold is set by the old text alone. Even odds show what the scores would give without
     it: a gate whose threshold is far above them closes much new text that it does recognise.
     """
+    # Padding, and what precedes documents, is left out.
     is_new = test.is_new[test.present]
     present = scores[test.present]
     new = present[is_new]

@@ -117,6 +117,7 @@ def self_generated(
         )
         # Read here: the folder is removed below.
         samples = [packed[index] for index in range(len(packed))]
+    # Other windows for the threshold than for the fit: on its own text a fit looks too good.
     half = len(samples) // 2
     return FittingText(
         as_windows(samples[:half], is_new=False, is_self_generated=True),

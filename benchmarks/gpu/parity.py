@@ -135,6 +135,7 @@ def _preservation_at_size(setting: Setting) -> Iterator[CheckRow]:
             # Random weights need no download, and the added ones are then as if they were trained.
             for parameter in model.parameters():
                 set_randomly(parameter)
+            # The base's weights have the same names in the widened model.
             own = dict(model.named_parameters())
             for name, parameter in base.named_parameters():
                 parameter.copy_(own[name])

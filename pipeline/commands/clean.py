@@ -76,12 +76,12 @@ def main(arguments: argparse.Namespace) -> None:
     else:
         with serial_stage(config, "clean", locked=True):
             if not all(cleaned_folder(config.data, name).is_dir() for name in names):
-                _check(config, arguments)
+                _check_tokenization(config, arguments)
             _clean(config, arguments)
 
 
-def _check(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """What tokenization would refuse is found before hours of cleaning."""
+def _check_tokenization(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Makes the checks of the next stage, so that a fault is found before hours of cleaning."""
     from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
     for files in named_inputs(config.data):

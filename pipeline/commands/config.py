@@ -162,7 +162,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     # After the options are checked, because torch takes seconds.
-    from pipeline.checks.dry_run import make_plan
+    from pipeline.checks.dry_run.make_plan import make_plan
     from pipeline.sizing.first_config.propose import propose
     from pipeline.sizing.first_config.wanted import FirstRun
 

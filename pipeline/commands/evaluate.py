@@ -18,13 +18,12 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-import orjson
-
 from pipeline import log
 from pipeline.command_line import (
     add_chat_date_option,
     add_run,
     add_text_key_option,
+    as_json,
     folder_or_hub,
     non_negative,
     positive,
@@ -142,11 +141,16 @@ def _add_chat_options(group: argparse._ArgumentGroup) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    kinds = [name for name in ("data", "tasks", "chats") if getattr(arguments, name)]
-    if arguments.run and not arguments.model and kinds in ([], ["chats"]):
+    if arguments.run:
+        if arguments.model or arguments.data or arguments.tasks:
+            raise ConfigError(
+                "a run is scored on its own held-out texts, and on --chats; to score models on "
+                "--data, --tasks or --chats, name them as --model, without a run"
+            )
         _evaluate_run(arguments)
         return
-    if arguments.run or not arguments.model or len(kinds) != 1:
+    scored_on = [name for name in ("data", "tasks", "chats") if getattr(arguments, name)]
+    if not arguments.model or len(scored_on) != 1:
         raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
     models = ", ".join(str(model) for model in arguments.model)
     _logger.info("evaluating %s: loading the libraries, then each model", models)
@@ -198,7 +202,7 @@ def _score_texts(arguments: argparse.Namespace) -> str:
             prefix=arguments.prefix,
             trust_remote_code=arguments.trust_remote_code,
         )
-    return _as_json(scores) if arguments.json else score_table(scores)
+    return as_json(scores) if arguments.json else score_table(scores)
 
 
 def _score_chats(arguments: argparse.Namespace) -> str:
@@ -219,7 +223,7 @@ def _score_chats(arguments: argparse.Namespace) -> str:
             trust_remote_code=arguments.trust_remote_code,
             chat_date=arguments.chat_date,
         )
-    return _as_json(scores) if arguments.json else table(*chat_rows(scores))
+    return as_json(scores) if arguments.json else table(*chat_rows(scores))
 
 
 def _run_benchmarks(arguments: argparse.Namespace) -> str:
@@ -241,8 +245,4 @@ def _run_benchmarks(arguments: argparse.Namespace) -> str:
             chat_template=arguments.chat_template,
         )
         results[str(model)] = task_results(loaded, tasks, chat_template=arguments.chat_template)
-    return _as_json(results) if arguments.json else comparison(results)
-
-
-def _as_json(values: object) -> str:
-    return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()
+    return as_json(results) if arguments.json else comparison(results)

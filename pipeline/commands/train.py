@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _dry_run(arguments: argparse.Namespace) -> int:
     """Prints the plan of the run. Returns 1 if the run could not start."""
     # Here, because the ranks of training need none of its imports.
-    from pipeline.checks.dry_run import make_plan
+    from pipeline.checks.dry_run.make_plan import make_plan
 
     config = load_config(arguments.run, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)

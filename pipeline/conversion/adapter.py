@@ -114,7 +114,8 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
         "target_modules": _target_modules(list(modules), model.spec),
         "bias": "none",
         "lora_dropout": 0.0,
-        # GPT-2's Conv1D stores its weights transposed: PEFT corrects this entry by the class.
+        # GPT-2's Conv1D stores its weights transposed: PEFT sees that by the module's class, and
+        # corrects this entry itself.
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,

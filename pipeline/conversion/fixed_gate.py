@@ -21,6 +21,8 @@ from pipeline.gating.gate import FittedGate
 class FixedGate(FittedGate):
     """A gate that repeats the decisions of its first pass in all later passes over the same batch.
 
+    The order of passes matters: the pass of the model whose decisions count must be the first.
+
     Attributes:
         passes: the scores of each pass: [N, S].
     """

@@ -98,7 +98,7 @@ def merged_export(
         "head_dim": spec.head_dim,
         # An ordinary RMSNorm divides by all D' channels, ours by D: eps shrinks as the mean does.
         "rms_norm_eps": spec.norm_eps * fusion.normed_share,
-        # The embedding's new columns are scaled and the output's are not: they cannot be tied.
+        # The embedding's new columns are stored times s, and the output's are not: no tie.
         "tie_word_embeddings": False,
         "dtype": dtype_name(dtype),
         RESIDUAL_KEY: asdict(residual),

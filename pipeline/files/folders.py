@@ -96,8 +96,8 @@ def published_folder(
         aside.rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
     _remove_leftovers(path)
-    # Processes of several machines may write the same folder at the same time.
-    # Beside `path`: a rename is atomic within one file system only.
+    # A name of its own, because processes of several machines may write the same folder at the same
+    # time. Beside `path`, because a rename is atomic within one file system only.
     partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:

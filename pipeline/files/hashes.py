@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 SAMPLE_BYTES = 4096
+"""The size of a block of `sampled_hash`: a page, the least that a disk reads."""
 BLOCK_BYTES = 4 * 2**20
 
 

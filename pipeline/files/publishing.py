@@ -30,10 +30,16 @@ _UNSUPPORTED = {
 """How file systems refuse hard links, and a rename that does not replace."""
 _NO_REPLACE = 1  # RENAME_NOREPLACE
 _CLAIM_S = 10.0
+"""After this time a claim counts as left behind by a process that was killed."""
 _CLAIM_POLL_S = 0.02
 
 
 def as_utf8(text: str) -> bytes:
+    """`text` in UTF-8.
+
+    Raises:
+        OutputError: it cannot be encoded, as a file's name that is not UTF-8 itself.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as fault:
@@ -122,7 +128,7 @@ def _rename_without_replacing(old: Path, new: Path) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         raise OSError(errno.ENOSYS, "no renameat2")
-    here = -100  # AT_FDCWD: relative paths begin at the current folder
+    here = -100  # AT_FDCWD of fcntl.h: relative paths begin at the current folder
     if library.renameat2(here, os.fsencode(old), here, os.fsencode(new), _NO_REPLACE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(old), None, str(new))
@@ -141,7 +147,7 @@ def _rename_under_claim(old: Path, new: Path) -> None:
         except FileExistsError:
             # The claim is a folder, because mkdir is atomic on every file system, on NFS and FUSE
             # too. Its owner needs milliseconds.
-            if time.monotonic() > deadline:  # of a process that was killed
+            if time.monotonic() > deadline:
                 break
             time.sleep(_CLAIM_POLL_S)
     try:
@@ -154,6 +160,11 @@ def _rename_under_claim(old: Path, new: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes `text` to `path` in UTF-8; the file appears whole.
+
+    Raises:
+        OutputError: as `as_utf8`.
+    """
     with published_file(path) as file:
         file.write(as_utf8(text))
 

@@ -58,10 +58,10 @@ class HostedDecoder(CausalDecoder):
 
     Attributes:
         base: the model that transformers builds, always in evaluation mode.
-        layers: the added blocks, layer by layer, and what its maps and norms have of open tokens'
-            own.
+        layers: the added blocks of each layer, and the weights of open tokens' own of the layer's
+            maps and norms.
         own: the differences of the gains of the norms after the last layer.
-        own_input: the differences of the embedding's rows.
+        own_input: the differences of the embedding's rows; None without own rows.
     """
 
     spec: HostedSpec
@@ -211,7 +211,7 @@ class HostedDecoder(CausalDecoder):
         states: Tensor = output.last_hidden_state
         return states
 
-    def _pass(self, batch: TokenBatch, *, masked: bool) -> ForwardPass:
+    def _new_forward_pass(self, batch: TokenBatch, *, masked: bool) -> ForwardPass:
         """What a forward of the base on `batch` needs on the side of the expansion."""
         tokens, positions, documents = batch
         if positions is None:
@@ -233,7 +233,7 @@ class HostedDecoder(CausalDecoder):
         """What open tokens add to x; None for a model without own input rows."""
         if self.own_input is None:
             return None
-        assert self.plan.own is not None, "they come with own rows"
+        assert self.plan.own is not None, "own input rows are planned in plan.own"
         return OwnInput(self.plan.own.first_layer, self.own_input(tokens))
 
     def _is_recomputed(self, layer: AddedLayer) -> bool:
@@ -243,7 +243,7 @@ class HostedDecoder(CausalDecoder):
 
     def _widened_states(self, batch: TokenBatch, *, masked: bool) -> HiddenStates:
         """The last hidden states of both streams, [B, S, ...]."""
-        forward_pass = self._pass(batch, masked=masked)
+        forward_pass = self._new_forward_pass(batch, masked=masked)
         x = self._run(batch, forward_pass)
         return HiddenStates(x, self._last_x_up(forward_pass), is_base=masked)
 
@@ -259,7 +259,7 @@ class HostedDecoder(CausalDecoder):
         if gate.layer > self.plan.last_exact_layer:
             raise ValueError("a gate needs the exact base stream of a widened model")
         document_ids = None if batch.documents is None else batch.documents.ids
-        forward_pass = self._pass(batch, masked=False)
+        forward_pass = self._new_forward_pass(batch, masked=False)
         found: list[Tensor] = []
 
         def close(x: Tensor) -> None:
@@ -270,8 +270,10 @@ class HostedDecoder(CausalDecoder):
 
         with self._stream_shown_to(close, gate.layer):
             x = self._run(batch, forward_pass)
-        (closed,) = found
+        (closed,) = found  # the gate's layer runs once
         last = (x, self._last_x_up(forward_pass))
+        # Both paths are this one forward, in which x is the base's own where the gate is closed.
+        # What is left to choose is x_up: zeros for closed tokens.
         x, x_up = choose_path(closed, last, last)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1))
 
@@ -310,6 +312,7 @@ class HostedDecoder(CausalDecoder):
             show(output[0] if isinstance(output, (tuple, list)) else output)
 
         if layer > last:
+            # After the last layer there is no input to look at, only the last layer's output.
             handle = module.register_forward_hook(after)
         else:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)

@@ -76,6 +76,7 @@ def document_inputs(
 def _visible(positions: Tensor, window: int | None) -> Tensor:
     """[B, 1, S, S]: which tokens of its document a token attends to, itself and `window` - 1 at
     most before it."""
+    # Numbers the documents of a row: each begins at position 0.
     documents = (positions == 0).cumsum(-1)
     place = torch.arange(positions.shape[1], device=positions.device)
     distance = place[:, None] - place[None]

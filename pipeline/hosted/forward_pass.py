@@ -38,14 +38,14 @@ class LayerRun:
         x_up: [B, S, U], the expansion stream at the entry of the layer; None without an expansion.
         changes: y_up of the blocks that have run, by index.
         inputs: the input of blocks whose output comes from another module, by index.
-        own: the maps and norms that have run with weights of open tokens' own, by name.
+        own: the names of the maps and norms that have run with weights of open tokens' own.
     """
 
     def __init__(self, x_up: Tensor | None) -> None:
-        self.own: set[str] = set()
         self.x_up = x_up
         self.changes: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
+        self.own: set[str] = set()
 
     def stream(self, blocks: Sequence[int]) -> Tensor | None:
         """x_up after the blocks of these indices."""
@@ -203,7 +203,9 @@ class ExpansionHooks:
     def _add_block_hooks(
         self, layer: nn.Module, block: HostedBlock, index: int, added: AddedLayer
     ) -> None:
-        is_span = block.input_module != block.name
+        # An FFN that is two linear maps without a module around them: x is the input of the first,
+        # y the output of the second.
+        is_two_maps = block.input_module != block.name
 
         def keep_input(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             if self.running is not None and self.running.layer is not None:
@@ -215,7 +217,7 @@ class ExpansionHooks:
             current = self.running
             if current is None or current.layer is None:
                 return None
-            if is_span:
+            if is_two_maps:
                 x = current.layer.inputs.pop(index)
             else:
                 x = argument_of(block, arguments, options)
@@ -228,7 +230,7 @@ class ExpansionHooks:
                 return None
             return with_output(block, output, changed)
 
-        if is_span:
+        if is_two_maps:
             entry = layer.get_submodule(block.input_module)
             entry.register_forward_pre_hook(keep_input, with_kwargs=True)
         layer.get_submodule(block.name).register_forward_hook(after, with_kwargs=True)

@@ -33,8 +33,8 @@ class BlockMatrices:
     """The matrices of a block of the base as linear maps, [out, in] in fp32.
 
     Attributes:
-        reading: those that read the block's input, by name, in the order of definition.
-        writing: the one that gives its output.
+        reading: the matrices that read the block's input, by name, in the order of definition.
+        writing: the matrix that gives the block's output.
     """
 
     reading: dict[str, Tensor]
@@ -46,7 +46,8 @@ class BlockMatrices:
             if _has_the_role(full_name, name):
                 return matrix
         everything = torch.cat(list(self.reading.values()))
-        # Matrices below each other have larger singular values than one of them.
+        # n matrices below each other have singular values √n times as large as one of them, if they
+        # are alike: without the factor the added map would start that much larger.
         return everything / len(self.reading) ** 0.5
 
 
@@ -65,7 +66,10 @@ def _has_the_role(full_name: str, role: str) -> bool:
 
 def matrices_of(module: nn.Module, input_size: int, output_size: int) -> BlockMatrices:
     """The matrices of a block that reads `input_size` channels and writes `output_size`."""
-    maps: dict[str, tuple[Tensor, Tensor]] = {}  # as they read the input, as they write the output
+    # Each matrix twice: as it reads the input, [out, in], and as it writes the output, [out, in].
+    # They differ for experts, which are put below each other in the one and side by side in the
+    # other.
+    maps: dict[str, tuple[Tensor, Tensor]] = {}
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         matrix = parameter.detach().float()
@@ -113,10 +117,10 @@ def initial_hosted_expansion(
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def unused(name: str) -> Tensor:
+    def read_base(name: str) -> Tensor:
         raise AssertionError(f"{name}: a hosted base has no names of ours")
 
-    source = BlockSource(shapes, unused, initialisers, seed)
+    source = BlockSource(shapes, read_base, initialisers, seed)
     done: set[str] = set()
     if model.embedding is not None:
         for name, block in _blocks(model, whole_base, source):

@@ -23,7 +23,10 @@ def idle_parameters(spec: HostedSpec, base: nn.Module) -> int:
         for block in layer.blocks:
             if block.kind == "ffn":
                 for experts, parameters in _routed_experts(of_base.get_submodule(block.name)):
-                    idle += parameters * max(0, experts - (taken or experts)) // experts
+                    not_taken = 0
+                    if taken is not None:
+                        not_taken = max(0, experts - taken)
+                    idle += parameters * not_taken // experts
     return idle
 
 
@@ -37,7 +40,7 @@ def _experts_of_a_token(spec: HostedSpec) -> int | None:
 
 
 def _routed_experts(block: nn.Module) -> Iterator[tuple[int, int]]:
-    """The mixtures within a block: their numbers of experts, and of the experts' parameters."""
+    """For each mixture within a block, its number of experts, and of their parameters."""
     for module in block.modules():
         if isinstance(module, nn.ModuleList):
             yield len(module), sum(parameter.numel() for parameter in module.parameters())

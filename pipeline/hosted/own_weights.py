@@ -34,15 +34,20 @@ class OwnGains(nn.Module):
             self.register_parameter(name, own)
 
     def forward(self, norm: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
-        """What `norm` gives with its gain and bias changed; it has its weights while it runs."""
+        """What `norm` gives with its gain and bias changed.
+
+        It must be called from a forward hook of `norm`, while ZeRO-3 has its weights gathered.
+        """
         return call_with_own_gain(norm, self, arguments)
 
 
 def low_rank_differences(
     layer: nn.Module, names: tuple[str, ...], own: OwnWeights | None
 ) -> dict[str, LowRankAdapter]:
-    """The differences s B A of the linear maps `names` of a layer of the base; none without
-    `own`."""
+    """The differences s B A of the linear maps `names` of a layer of the base.
+
+    Empty where `own` is None, or has no low-rank differences.
+    """
     differences: dict[str, LowRankAdapter] = {}
     if own is None or own.low_rank is None:
         return differences

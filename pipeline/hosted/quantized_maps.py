@@ -31,7 +31,10 @@ from pipeline.parallel.quantized import (
 
 
 def quantize_maps(model: HostedDecoder, precision: QuantizedPrecision, recipe: Fp8Recipe) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`; in fp8 as `recipe` says."""
+    """Has the base's linear maps stored in `precision`; in fp8 as `recipe` says.
+
+    Their values are unset: `load_base` writes them.
+    """
     for name, module in _linear_maps(model.spec, model.base).items():
         weight = as_matrix(module, module.get_parameter("weight"))
         matrix: Any = nn.Parameter(weight, requires_grad=False)

@@ -71,10 +71,12 @@ class HostedBlock:
 
 @dataclass(frozen=True)
 class HostedLayer:
-    """A layer of the decoder: its index in the list of layers, its class, and its blocks in the
-    order in which they run.
+    """A layer of the decoder.
 
     Attributes:
+        index: its index in the list of layers.
+        module_class: its class.
+        blocks: its blocks, in the order in which they run.
         linear_maps: the maps of its blocks that can have low-rank differences for open tokens.
         norms: its norms whose gains can have differences for open tokens.
     """
@@ -91,15 +93,16 @@ class HostedStructure:
     """What the expansion needs to know of a hosted base. All names are those of `named_modules()`.
 
     Attributes:
-        model_type: that of the base's config.json.
-        model_class: the class of transformers that is built; of a multimodal base, the whole.
+        model_type: the base's `model_type` in config.json.
+        model_class: the class of transformers that is built; for a multimodal base, the class of
+            the whole model.
         hidden_size: the width of every block's input and output.
         layer_list: the module that holds the decoder's layers, e.g. `model.layers`.
         layers: the layers that run for text, in order.
         embedding: the module of the token embedding.
         output: the module that computes the logits.
         documents: how documents in one row are kept apart.
-        last_norms: the norms after the last layer, as `norms` of a layer.
+        last_norms: the norms after the last layer whose gains can have differences for open tokens.
         has_one_stream: whether layers give each other one residual stream, [B, S, hidden_size].
             Some types carry several: [n, B, S, hidden_size], [B, S, n, hidden_size].
     """

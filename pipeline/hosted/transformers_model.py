@@ -90,7 +90,8 @@ def build_base(spec: HostedSpec) -> nn.Module:
     model_class = getattr(transformers, spec.structure.model_class)
     options: dict[str, Any] = {"dtype": dtype}
     if dtype == torch.float64:
-        # The products over all experts at once are for smaller types.
+        # The verification of an export in fp32 runs the base in fp64, which the products over all
+        # experts at once do not take.
         options["experts_implementation"] = "eager"
     with no_init_weights():
         model: Any = model_class._from_config(hosted_config(spec), **options)

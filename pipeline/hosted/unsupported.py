@@ -70,6 +70,7 @@ def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
     first = getattr(method, setting)
     if first is None:  # Preserve without own weights: the base's stream is exact everywhere
         return
+    # Without gate.layer the gate reads before layer `first`, or before layer 2 where that is 0.
     if first == 0 or (config.gate.layer or 0) > first:
         raise ConfigError(
             f"gate.layer: expected at most method.{setting}, and that at least 1, with {hosted}, "

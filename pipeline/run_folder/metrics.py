@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
-# Figures derived from others of the same line, or of a phase instead of a corpus.
+# Figures that `Figures` leaves out: they are computed from others of the same line, or their name
+# ends with a phase of the step and not with a corpus.
 _NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 

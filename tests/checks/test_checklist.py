@@ -12,7 +12,7 @@ import pytest
 from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
 from pipeline.checks import checklist, input_checks
 from pipeline.checks.checklist import check_stage
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.commands import train
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer.load import load_tokenizer

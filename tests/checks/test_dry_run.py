@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from pipeline.checks.dry_run import _own_weight_rows, make_plan
-from pipeline.checks.run_plan import RunPlan
+from pipeline.checks.dry_run.make_plan import _own_weight_rows, make_plan
+from pipeline.checks.dry_run.run_plan import RunPlan
 from pipeline.config.run import load_config
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension

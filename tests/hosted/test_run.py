@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.bases import open_base

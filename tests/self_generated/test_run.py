@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.checkpoint.manifest import PATHS
 from pipeline.checks.checklist import check_stage
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources

@@ -12,7 +12,7 @@ import pytest
 import yaml
 import zstandard
 
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import load_tokenizer

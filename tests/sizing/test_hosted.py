@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import LayoutError
 from pipeline.hosted.bases import read_spec

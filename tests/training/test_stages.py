@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.checkpoint.rank_files import CheckpointReader
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import check_stage
-from pipeline.checks.dry_run import make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.config.sources import read_settings
 from pipeline.data.tokenize.documents import texts

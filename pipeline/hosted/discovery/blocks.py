@@ -18,13 +18,21 @@ BATCH = Batch(rows=2, length=12)
 
 @dataclass
 class FoundBlock:
-    """A block that is being found: the call whose input is read, the one whose output is added to,
-    and what the blocks' record says."""
+    """A block while it is being found.
+
+    The fields without a description are fields of `HostedBlock`.
+
+    Attributes:
+        entry: the call whose input the added block reads.
+        end: the call whose output is added to. It is `entry`, but for an FFN that is two linear
+            maps without a module around them.
+        within_residual: whether the block is inside a module with a residual connection of its own.
+    """
 
     entry: Call
     end: Call
     kind: BlockKind
-    within_residual: bool = False  # inside a module with a residual connection of its own
+    within_residual: bool = False
     shares_keys: bool = False
     reads: tuple[int, ...] = ()
     additivity: float = 1.0
@@ -32,10 +40,10 @@ class FoundBlock:
 
 @dataclass
 class _Collected:
-    """What a walk through the modules of a layer collects."""
+    """What a walk through the modules of a layer collects: blocks, and linear maps outside them."""
 
     blocks: list[FoundBlock] = field(default_factory=list)
-    linear_maps: list[Call] = field(default_factory=list)  # outside of all blocks
+    linear_maps: list[Call] = field(default_factory=list)
 
 
 def find_blocks(
@@ -84,7 +92,11 @@ def _collect(
     collected: _Collected,
     within_residual: bool = False,
 ) -> None:
-    """Collects the blocks within `module`. One that holds a residual connection is entered.
+    """Collects the blocks within `module`.
+
+    A module is a block if it has a row for each token at both ends, at least two matrices, and the
+    stream's width at its output. A module with a residual connection inside is no block: its blocks
+    are inside, too.
 
     Raises:
         UnsupportedStructureError: a block is called several times, or is not causal.
@@ -142,6 +154,7 @@ def _add_bare_ffn(collected: _Collected, width: int) -> None:
         return
     for first, second in zip(collected.linear_maps, collected.linear_maps[1:], strict=False):
         inner = first.output.shape[-1]
-        widths = (first.hidden.shape[-1], second.output.shape[-1])
-        if widths == (width, width) and inner == second.hidden.shape[-1] != width:
+        is_of_stream = first.hidden.shape[-1] == width and second.output.shape[-1] == width
+        are_joined = second.hidden.shape[-1] == inner
+        if is_of_stream and are_joined and inner != width:
             collected.blocks.append(FoundBlock(first, second, "ffn"))

@@ -57,7 +57,7 @@ def find_structure(config: PretrainedConfig) -> HostedStructure:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Operations on tiny tensors run on one thread: several would mostly wait for each other."""
+    """Within the block torch uses one thread: on tiny tensors several would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

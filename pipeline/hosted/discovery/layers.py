@@ -33,11 +33,11 @@ from pipeline.hosted.structure import (
 )
 
 SMALLEST_SHARE = 0.6
-"""The least part of the matrices that run for text, embedding and output apart, which blocks
-hold."""
+"""The least part of the layers' matrices that must be within blocks: otherwise something that was
+not recognised does most of the work."""
 SMALLEST_ADDITIVITY = 0.2
-"""Below, an addition to a block's output goes through a map of the base before it reaches the
-stream."""
+"""The least additivity of a block. Below it, an addition to the block's output goes through a map
+of the base before it reaches the stream."""
 
 
 class FoundLayers(NamedTuple):
@@ -102,7 +102,10 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
 
 
 def _with_least_additivity(layers: list[HostedLayer]) -> tuple[HostedLayer, ...]:
-    """Gives layers that are alike in all but additivity the least of it, so that they are equal."""
+    """Gives layers that differ in additivity alone the lowest of theirs, so that they are equal.
+
+    The measured correlation differs a little from layer to layer, by their random weights.
+    """
     least: dict[HostedLayer, list[float]] = {}
     for layer in layers:
         found = [block.additivity for block in layer.blocks]
@@ -269,7 +272,10 @@ def _check_blocks(
 
 
 def _share(twin: PreTrainedModel, calls: Calls, blocks: list[FoundBlock]) -> float:
-    """The part of the matrices that run for text, embeddings and output apart, within blocks."""
+    """The share of the matrices that lie within blocks.
+
+    Only matrices that run for text count; embedding and output do not.
+    """
     apart: set[int] = set()
     for end in (twin.get_input_embeddings(), twin.get_output_embeddings()):
         if end is not None:
@@ -300,7 +306,7 @@ def _record(block: FoundBlock, names: Mapping[nn.Module, str], layer: str) -> Ho
     for name in (end, entry):
         if not name.startswith(layer):
             raise UnsupportedStructureError(f"{name} runs within {layer[:-1]} but stands outside")
-    assert block.entry.argument is not None  # _walk took only such calls
+    assert block.entry.argument is not None, "a block's input has a row for each token"
     output_index = None
     if isinstance(block.end.result, (tuple, list)):
         output_index = 0

@@ -20,9 +20,12 @@ def find_linear_maps(blocks: Sequence[FoundBlock], calls: Calls) -> list[nn.Modu
     """The linear maps within the blocks of a layer that take every token, in the order of their
     calls.
 
-    Not among them are the maps of experts, which take some of the tokens; routers, whose outputs
-    are the experts' scores; gates of one number for each token; and maps whose weights the base's
-    code reads without calling them.
+    Left out are:
+
+    - the maps of experts, which take some of the tokens;
+    - routers, whose outputs are the experts' scores;
+    - gates of one number for each token;
+    - maps whose weights the base's code reads without calling them.
     """
     found: dict[nn.Module, int] = {}
     for block in blocks:
@@ -85,12 +88,12 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 def names_within(
     modules: Iterable[nn.Module], names: Mapping[nn.Module, str], layer: str
 ) -> tuple[str, ...]:
-    """The names of modules within the layer whose name, with a dot, is `layer`."""
+    """The names of `modules` within a layer; `layer` is the layer's own name, with a dot."""
     return tuple(names[module].removeprefix(layer) for module in modules)
 
 
 def _takes_every_token(calls: Sequence[Call]) -> bool:
-    """Whether a module is called once, with one tensor, and both ends have a row for each token.
+    """Whether a module is called once, with one tensor, and has a row for each token at both ends.
 
     Rows are [B, S, ...] or [B * S, ...], in the order of the text.
     """
@@ -116,7 +119,7 @@ def _expert_counts(block: nn.Module) -> set[int]:
     """How many experts each mixture within a block has; empty for a dense block."""
     counts: set[int] = set()
     for parameter in block.parameters():
-        # The weights of a convolution of each channel alone are [channels, 1, width].
+        # Experts are stacked, [experts, out, in]. A depthwise convolution is [channels, 1, width].
         if parameter.dim() == 3 and min(parameter.shape) > 1:
             counts.add(len(parameter))
     for module in block.modules():
@@ -126,7 +129,7 @@ def _expert_counts(block: nn.Module) -> set[int]:
 
 
 def _outside_lists(module: nn.Module) -> Iterable[nn.Module]:
-    """The module and its parts, but for those of lists: experts, of which a token takes some."""
+    """The module and its parts, without lists: they hold experts, of which a token takes some."""
     yield module
     for child in module.children():
         if not isinstance(child, nn.ModuleList):

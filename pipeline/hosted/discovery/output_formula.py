@@ -63,6 +63,7 @@ def find_output_formula(
     body = _body_name(twin, structure, tokens, seen["states"])
     for scale, softcap in _formulas(config):
         found = seen["products"].float()
+        # x / c and x * (1 / c) round differently: only one of them is equal to the last bit.
         found = found / scale.factor if scale.divides else found * scale.factor
         if softcap is not None:
             found = torch.tanh(found / softcap) * softcap
@@ -75,7 +76,11 @@ def find_output_formula(
 
 
 def _body_name(twin: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
-    """The module whose last hidden states the output map reads."""
+    """The name of the module whose last hidden states the output map reads.
+
+    Raises:
+        BaseModelError: the map reads other states.
+    """
     around_layers, _, _ = structure.layer_list.rpartition(".")
     candidates = [twin.base_model, twin.get_decoder(), twin.get_submodule(around_layers)]
     names = {module: name for name, module in twin.named_modules()}

@@ -61,9 +61,11 @@ class Batch:
 def behaviour(call: Call, batch: Batch) -> Behaviour:
     """What the module of `call` does with its input.
 
-    residual: with all its matrices at zero its output still depends on its input: a connection
-    leads past them. Such a module is no block; its blocks are inside. mixer: a change at one token
-    moves later ones; not causal: it moves earlier ones. local: it moves no other.
+    - residual: with all its matrices at zero its output still depends on its input, because a
+      connection leads past them. Such a module is no block; its blocks are inside.
+    - mixer: a change at one token moves later tokens.
+    - not causal: a change at one token moves earlier tokens.
+    - local: a change at one token moves no other token.
     """
     torch.manual_seed(0)
 
@@ -145,8 +147,13 @@ def mixing_through_others(
 
 @dataclass(frozen=True)
 class Reach:
-    """Where an addition to a block's output arrives: in the inputs of which later blocks (by their
-    index), whether in the layer's output, and how much of it there as an addition."""
+    """Where an addition to a block's output arrives.
+
+    Attributes:
+        inputs: the indices of the later blocks whose inputs change.
+        output: whether the layer's output changes.
+        additivity: the correlation of the addition with what arrives in the layer's output.
+    """
 
     inputs: tuple[int, ...]
     output: bool

@@ -22,9 +22,10 @@ class Call:
 
     Attributes:
         module: the module.
-        args, kwargs: what it was given; tensors are copies, because layers do write into theirs.
-        result: what it gave; its main tensor is a copy.
-        result_later: the very tensor that it gave, as the rest of the forward pass left it.
+        args, kwargs: its arguments; tensors are copies, because some layers write into theirs.
+        result: its result, with a copy of the main tensor.
+        result_afterwards: the main tensor itself, with what the rest of the forward pass has
+            written into it.
         place: how many calls had started before this one.
         argument: which argument holds the hidden states: an index among `args`, or a keyword. None:
             no argument has one row for each token.
@@ -34,7 +35,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    result_later: Any
+    result_afterwards: Any
     place: int
     argument: int | str | None
 
@@ -43,7 +44,7 @@ class Call:
         """The module's input: the argument with the hidden states."""
         if isinstance(self.argument, int):
             return self.args[self.argument]
-        assert self.argument is not None  # asked for first
+        assert self.argument is not None, "blocks and maps are calls with hidden states"
         return self.kwargs[self.argument]
 
     @property
@@ -54,9 +55,9 @@ class Call:
     @property
     def was_written_to(self) -> bool:
         """Whether the layer wrote into the result afterwards, as Falcon adds its attention."""
-        if not isinstance(self.result_later, Tensor):
+        if not isinstance(self.result_afterwards, Tensor):
             return False
-        return bool(differs(self.result_later, self.output).any())
+        return bool(differs(self.result_afterwards, self.output).any())
 
     @torch.no_grad()
     def again(self, change: Change, tokens: int, *, every_argument: bool = False) -> Tensor:
@@ -65,16 +66,19 @@ class Call:
         Args:
             change: makes the changed tensor; it gets a copy.
             tokens: the number of tokens of the batch.
-            every_argument: whether every argument with a row for each token is changed.
+            every_argument: whether every argument with a row for each token is changed, or the
+                hidden states alone.
         """
 
-        def of(key: int | str, value: Any) -> Any:
+        def changed_or_copied(key: int | str, value: Any) -> Any:
             if key == self.argument or (every_argument and has_token_rows(value, tokens)):
                 return change(value.clone())
             return _copy(value)
 
-        args = [of(index, value) for index, value in enumerate(self.args)]
-        kwargs = {name: of(name, value) for name, value in self.kwargs.items()}
+        args = [changed_or_copied(index, value) for index, value in enumerate(self.args)]
+        kwargs = {}
+        for name, value in self.kwargs.items():
+            kwargs[name] = changed_or_copied(name, value)
         return main_tensor(self.module(*args, **kwargs))
 
 
@@ -161,7 +165,7 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Calls:
             args=args,
             kwargs=kwargs,
             result=with_main_tensor(result, _copy(tensor)),
-            result_later=tensor,
+            result_afterwards=tensor,
             place=place,
             argument=_hidden_argument(args, kwargs, tokens),
         )

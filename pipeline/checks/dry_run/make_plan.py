@@ -1,4 +1,4 @@
-"""The dry run: the plan of a run on its own layout, and the faults that would stop it."""
+"""Makes the plan of a run: rows of text, figures for programs, and the faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from pipeline.checks.checklist import faults_of
-from pipeline.checks.data_plan import corpus_rows, tokenizer_rows
-from pipeline.checks.disk_needs import checkpoint_rows, disk_space_rows
+from pipeline.checks.dry_run.data_rows import corpus_rows, tokenizer_rows
+from pipeline.checks.dry_run.disk_rows import checkpoint_rows, disk_space_rows
+from pipeline.checks.dry_run.job_stages import inputs_to_make, job_stages
+from pipeline.checks.dry_run.run_plan import Row, RunPlan
+from pipeline.checks.dry_run.serving import describe_serving
 from pipeline.checks.inputs import RunInputs
-from pipeline.checks.job_stages import inputs_to_make, job_stages
-from pipeline.checks.run_plan import Row, RunPlan
-from pipeline.checks.serving import describe_serving
 from pipeline.config.method import Lora, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import tokens_after, training_stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.checks.run_plan import Row, times_in_run
+from pipeline.checks.dry_run.run_plan import Row, times_in_run
 from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER
@@ -14,7 +14,7 @@ from pipeline.data.tokenize.corpora import corpus_jobs, train_folder
 from pipeline.data.tokenize.disk_space import corpus_bytes
 from pipeline.data.tokenize.input_files import is_here
 from pipeline.errors import PreflightError, UserError
-from pipeline.files.disk_space import free_bytes, held_bytes
+from pipeline.files.disk_space import free_bytes, held_bytes, nearest_existing
 from pipeline.sizing.checkpoints import (
     checkpoint_bytes,
     checkpoints_bytes,
@@ -119,8 +119,5 @@ def _more_token_bytes(config: RunConfig) -> int | None:
 
 
 def _device_of(folder: Path) -> int:
-    """The file system of a folder, which need not exist."""
-    path = folder.absolute()
-    while not path.exists():
-        path = path.parent
-    return path.stat().st_dev
+    """The number of the file system of a folder, which need not exist."""
+    return nearest_existing(folder).stat().st_dev

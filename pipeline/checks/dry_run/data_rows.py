@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pipeline.checks.dry_run.run_plan import Row, times_in_run
 from pipeline.checks.inputs import RunInputs
-from pipeline.checks.run_plan import Row, times_in_run
 from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import is_tokenized, train_folder

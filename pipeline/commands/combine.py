@@ -2,9 +2,10 @@
 
     scale-cpt combine served korean=runs/ko law=runs/law
 
-Each expansion is a finished run, or the folder of its export. The run is one of method `scale`,
-variant Preserve or Adapt, with a gate, exported in the format `scale`. The folder that is made
-holds the base once, and is a model for transformers:
+Each expansion is the folder of a converted run, or of its export. The run is one of method `scale`,
+variant Preserve or Adapt, or of method `lora`. It has a gate, and is exported in the format `scale`
+from its newest checkpoint. The folder that is made holds the base once, and is a model for
+transformers:
 
     AutoModelForCausalLM.from_pretrained("served", trust_remote_code=True, active=["korean"])
 

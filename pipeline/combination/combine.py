@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from pipeline import log
+from pipeline.checkpoint.manifest import MANIFEST_FILE
 from pipeline.config.method import title_of
-from pipeline.config.sources import RUN_FILE
+from pipeline.config.sources import CHECKPOINTS, RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
 from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.probe import windows_of
@@ -26,9 +27,11 @@ from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_v
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.files.folders import FolderKind, holds, published_folder
+from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.reading import read_inside
+from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD
 from pipeline.hf.base_card import CARD
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
@@ -45,6 +48,7 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
 )
 from pipeline.hf.served_tokenizer import check_export
 from pipeline.hf.write import PlannedTensor, code_files, copy_code, stored_tensors, write_tensors
+from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EMBEDDING = "embedding.base.weight"
@@ -156,20 +160,60 @@ def open_export(path: Path) -> ExpansionExport:
     """The export in a folder, or of the run in it.
 
     Raises:
-        ConversionError: it is no export that can be combined; says why.
+        ConversionError: it is no export that can be combined, or the run has changed since it was
+            exported; says why.
+        CheckpointError: the run's `latest` names no checkpoint.
     """
-    folder = path
-    if (path / RUN_FILE).exists():
-        folder = path / HF_FOLDER
+    if not path.is_dir():
+        found = "found a file" if path.exists() else "no such folder"
+        raise ConversionError(f"{path}: {found}; expected the folder of a run or of an export")
+    is_run = (path / RUN_FILE).exists()
+    folder = path / HF_FOLDER if is_run else path
     if not holds(EXPORT, folder):
+        if is_run:
+            raise ConversionError(
+                f"{folder}: holds no export; convert the run first: scale-cpt convert {path}"
+            )
         raise ConversionError(
-            f"{folder}: holds no export; convert the run first: scale-cpt convert"
+            f"{folder}: holds no run and no export; expected the folder of a run that is "
+            "converted (scale-cpt convert), or of its export"
         )
     config = read_object(folder / "config.json", ConversionError, "convert the run again")
     fault = _unsupported_reason(config)
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
-    return ExpansionExport(folder, config, read_object(folder / RECORD, ConversionError))
+    record = read_object(folder / RECORD, ConversionError)
+    if is_run:
+        _check_is_newest(path, folder, record)
+    return ExpansionExport(folder, config, record)
+
+
+def _check_is_newest(run: Path, export: Path, record: Mapping[str, Any]) -> None:
+    """Compares what a run's export was made from with the run's newest checkpoint and its gate.
+
+    What the run no longer has, such as checkpoints that were removed, is not compared.
+
+    Raises:
+        ConversionError: the run has another checkpoint or another gate now.
+        CheckpointError: the run's `latest` names no checkpoint.
+    """
+    again = f"convert it again: scale-cpt convert {run}"
+    checkpoint = named_checkpoint(run / CHECKPOINTS)
+    if checkpoint is not None and (checkpoint / MANIFEST_FILE).exists():
+        step = step_in(checkpoint.name)
+        exported = record["position"]["step"]
+        if step != exported:
+            raise ConversionError(
+                f"{export}: exported from step {exported}, the run is at {step}; {again}"
+            )
+        if file_hash(checkpoint / MANIFEST_FILE) != record["checkpoint_manifest"]:
+            raise ConversionError(
+                f"{export}: exported from another checkpoint of step {exported} than {checkpoint}; "
+                f"{again}"
+            )
+    gate = run / GATE_FOLDER / GATE_RECORD
+    if gate.exists() and file_hash(gate) != record["gate"]:
+        raise ConversionError(f"{export}: exported with another gate than {gate.parent}; {again}")
 
 
 def _unsupported_reason(config: Mapping[str, Any]) -> str | None:
@@ -219,7 +263,11 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
     exports: dict[str, ExpansionExport] = {}
     for name, path in runs.items():
         _logger.info("%s: reading %s", name, path)
-        exports[name] = open_export(path)
+        export = open_export(path)
+        for other, earlier in exports.items():
+            if earlier.folder.resolve() == export.folder.resolve():
+                raise ConversionError(f"{path}: {other} and {name} are one run; name each run once")
+        exports[name] = export
     first = next(iter(exports.values()))
     with published_folder(folder, COMBINATION) as partial:
         # The output of an extended vocabulary is not its embedding; that of its base may be.

@@ -15,13 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from pipeline.combination.combine import combine, open_export
 from pipeline.commands import combine as combine_command
+from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError, DataError, OutputError
+from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import write_json, write_record
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
@@ -34,6 +37,7 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
 )
 from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
+from pipeline.run_folder.checkpoint_names import checkpoint_name
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
 from tests.files import change_json
@@ -504,6 +508,84 @@ def test_exports_of_other_formats_are_refused_by_name(model_type, error, exports
     assert "\n" not in str(refused.value)
 
 
+def run_of(export: Path, folder: Path, step: int = 20) -> Path:
+    """The folder of a run that was converted at a step to this export."""
+    shutil.copytree(export, folder / "hf")
+    (folder / RUN_FILE).write_text("run: law\n")
+    save_step(folder, step)
+    gate = folder / "gate" / "gate.json"
+    gate.parent.mkdir()
+    gate.write_text("{}")
+    change_json(
+        folder / "hf" / EXPORT.record,
+        position={"step": step, "tokens_seen": 1},
+        checkpoint_manifest=file_hash(folder / "checkpoints" / checkpoint_name(step) / MANIFEST),
+        gate=file_hash(gate),
+    )
+    return folder
+
+
+def save_step(run: Path, step: int, manifest: str = "{}") -> None:
+    """Makes a checkpoint of this step the run's newest."""
+    checkpoint = run / "checkpoints" / checkpoint_name(step)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / MANIFEST).write_text(manifest)
+    (run / "checkpoints" / "latest").write_text(checkpoint.name)
+
+
+def test_an_export_that_is_older_than_its_run_is_refused(exports, tmp_path):
+    run = run_of(exports["law"], tmp_path / "law")
+    hf = run / "hf"
+    again = f"convert it again: scale-cpt convert {run}"
+
+    def refusal() -> str:
+        with pytest.raises(ConversionError) as refused:
+            open_export(run)
+        return str(refused.value)
+
+    assert open_export(run).folder == hf
+    save_step(run, 21)
+    assert refusal() == f"{hf}: exported from step 20, the run is at 21; {again}"
+    # The export by itself is what the user asks for.
+    assert open_export(hf).folder == hf
+    save_step(run, 20, manifest="another")
+    checkpoint = run / "checkpoints" / checkpoint_name(20)
+    assert refusal() == (
+        f"{hf}: exported from another checkpoint of step 20 than {checkpoint}; {again}"
+    )
+    save_step(run, 20)
+    (run / "gate" / "gate.json").write_text("another")
+    assert refusal() == f"{hf}: exported with another gate than {run / 'gate'}; {again}"
+    # What the run no longer has is not compared.
+    shutil.rmtree(run / "gate")
+    shutil.rmtree(run / "checkpoints")
+    assert open_export(run).folder == hf
+
+
+def test_a_path_that_is_no_run_and_a_run_that_is_named_twice_are_refused(exports, tmp_path):
+    run = run_of(exports["law"], tmp_path / "law")
+    configuration = tmp_path / "law.yaml"
+    configuration.write_text("")
+    unconverted = tmp_path / "new"
+    unconverted.mkdir()
+    (unconverted / RUN_FILE).write_text("")
+    expected = "expected the folder of a run or of an export"
+    for path, error in (
+        (configuration, f"{configuration}: found a file; {expected}"),
+        (tmp_path / "none", f"{tmp_path / 'none'}: no such folder; {expected}"),
+        (
+            unconverted,
+            f"{unconverted / 'hf'}: holds no export; convert the run first: scale-cpt convert "
+            f"{unconverted}",
+        ),
+    ):
+        with pytest.raises(ConversionError) as refused:
+            open_export(path)
+        assert str(refused.value) == error
+    with pytest.raises(ConversionError, match=r"reviews and law are one run; name each run once"):
+        combine(tmp_path / "served", {"reviews": run, "law": run / "hf"})
+
+
 @pytest.mark.full
 def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, tmp_path, model):
     before, other = contents(combined), export(tmp_path / "other", "ko")
@@ -513,7 +595,7 @@ def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, t
     for runs, error in (
         ({"../up": exports["ko"]}, "letters, digits"),
         ({"한국어": exports["ko"]}, "ASCII letters"),
-        ({"more": tmp_path}, "holds no export"),
+        ({"more": tmp_path}, "holds no run and no export"),
         ({"pieces": exports["pieces"], "ko": other}, "its base's tokenizer differs from that of"),
     ):
         with pytest.raises(ConversionError, match=error):

@@ -209,6 +209,15 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
     assert torch.equal(found_logits[is_new], expected_logits[is_new])
 
 
+def test_an_expansion_that_was_not_loaded_is_named_with_the_remedy(combined):
+    only = CombinedForCausalLM.from_pretrained(combined, active=["ko"])
+    for ask in (lambda: only.set_active(["law"]), lambda: only.allowed([["law"]])):
+        with pytest.raises(ValueError, match=r"found law; law was not loaded: load without active"):
+            ask()
+    with pytest.raises(ValueError, match=r"expected some of ko, .*, found nobody$"):
+        only.set_active(["nobody"])
+
+
 def with_open_ids(folder: Path, name: str, ids: list[int]) -> Path:
     """An export whose gate is open at these ids, and by its score nowhere."""
     export(folder, name, gate_open_ids=True, gate_threshold=45.0)
@@ -356,7 +365,10 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
     tokens, mask = prompts()
     for options, error in (
         ({"attention_mask": mask[:, None, None].bool()}, r"expected a tensor \[B, T\]"),
-        ({"active": ["ko"]}, "what model.allowed"),
+        (
+            {"active": ["ko"]},
+            r"what model.allowed makes, .*, such as active=model.allowed\(\[\['code'\]\] \* 5\)",
+        ),
         (
             {"position_ids": torch.arange(12).remainder(6)[None], "use_cache": False},
             "one text in a row",

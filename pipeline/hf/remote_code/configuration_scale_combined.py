@@ -56,8 +56,13 @@ class CombinedConfig(ScaleConfig):
         return loaded
 
 
-def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
+def chosen(names: Iterable[str], among: Iterable[str], of_folder: Iterable[str] = ()) -> list[str]:
     """`names`, or one name, as a list.
+
+    Args:
+        names: what is asked for.
+        among: the names there are.
+        of_folder: the names that the folder has, of which some may not be loaded.
 
     Raises:
         ValueError: a name is not `among` those there are.
@@ -66,7 +71,11 @@ def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
     there = list(among)
     for name in listed:
         if name not in there:
+            advice = ""
+            if name in of_folder:
+                advice = f"; {name} was not loaded: load without active="
             raise ValueError(
-                f"active: expected some of {', '.join(there) or 'no expansion'}, found {name}"
+                f"active: expected some of {', '.join(there) or 'no expansion'}, found "
+                f"{name}{advice}"
             )
     return listed

@@ -220,7 +220,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         Raises:
             ValueError: one is not loaded.
         """
-        self.active = chosen(names, self.names)
+        self.active = self._loaded(names)
 
     def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
         """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of
@@ -231,9 +231,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         table = torch.zeros(len(requests), len(self.names), dtype=torch.bool)
         for row, names in enumerate(requests):
-            for name in chosen(names, self.names):
+            for name in self._loaded(names):
                 table[row, self.names.index(name)] = True
         return table.to(self.device)
+
+    def _loaded(self, names: Iterable[str]) -> list[str]:
+        """The `names`, or one name, as a list. Raises ValueError: one is not loaded."""
+        return chosen(names, self.names, self.config.expansions)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -297,8 +301,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
         if active is not None:
             shape = (len(input_ids), len(self.names))
             if not isinstance(active, Tensor) or active.shape != shape:
+                example = [self.names[0]] if self.names else []
                 raise ValueError(
-                    "active: expected what model.allowed([[NAME, …], …]) makes, a row for each text"
+                    "active: expected what model.allowed makes, a row for each text, such as "
+                    f"active=model.allowed([{example}] * {len(input_ids)})"
                 )
 
     def _logits(

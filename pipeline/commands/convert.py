@@ -36,6 +36,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.errors import ConfigError
 from pipeline.run_folder.serial_stage import serial_stage
+from pipeline.run_folder.status import unfinished_progress
 
 _logger = log.get_logger(__name__)
 
@@ -178,6 +179,9 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     keys: dict[str, Keys] = {}
     if config is not None:
         conversion = latest_conversion(config)
+        progress = unfinished_progress(config.folder)
+        if progress is not None:
+            _logger.info("%s: the run is not finished", progress)
         sources, keys = run_sources(config)
     else:
         conversion = Conversion(

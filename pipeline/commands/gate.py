@@ -17,6 +17,7 @@ from pipeline import command_line, log
 from pipeline.config.run import load_config
 from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.serial_stage import serial_stage
+from pipeline.run_folder.status import unfinished_progress
 
 _logger = log.get_logger(__name__)
 
@@ -30,6 +31,9 @@ def main(arguments: argparse.Namespace) -> None:
     if config.gate is None:
         _logger.info("the configuration has no section gate: nothing to fit")
         return
+    progress = unfinished_progress(config.folder)
+    if progress is not None:
+        _logger.info("%s: the run is not finished", progress)
     # Under a lock: two fits would write the same folder.
     with serial_stage(config, "gate", locked=True):
         # After the configuration is checked, so that a mistake in it is reported at once.

@@ -20,6 +20,7 @@ from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_record, write_record
 from pipeline.files.reading import read_bytes
 from pipeline.gating.gate import FittedGate
+from pipeline.run_folder.status import unfinished_progress
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -145,6 +146,12 @@ def open_record(folder: Path) -> GateRecord:
         # An export takes the threshold from this file: a checksum shows whether it was changed.
         return read_record(path, GateRecord, CheckpointError, _AGAIN, needs_checksum=True)
     except FileNotFoundError:
+        progress = unfinished_progress(folder.parent)
+        if progress is not None:
+            raise CheckpointError(
+                f"{path}: no such file; the run is at {progress}, and the gate is fitted after "
+                "training: finish it, or run the stage gate (scale-cpt gate) for this step"
+            ) from None
         raise CheckpointError(
             f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt "
             "gate) first"

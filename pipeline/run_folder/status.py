@@ -61,6 +61,21 @@ def is_trained(folder: Path) -> bool:
     return (folder / TRAINING).exists()
 
 
+def unfinished_progress(folder: Path) -> str | None:
+    """How far the run in `folder` is saved, as `step 17 of 30`, while it is not trained to its end.
+
+    None for a finished run, and for one that has no record of training. Reads files only: unlike
+    `read_status`, it asks neither Slurm nor other processes.
+    """
+    steps: int | None = None
+    for attempt in read_attempts(folder):
+        if attempt.training is not None:
+            steps = attempt.training.steps
+    if steps is None or is_trained(folder):
+        return None
+    return f"step {newest_checkpoint_step(folder):,} of {steps:,}"
+
+
 def read_status(folder: Path) -> RunStatus:
     """The state of the run in `folder`; Slurm is asked about its job.
 

@@ -17,10 +17,12 @@ from pipeline.errors import (
     LOST_RANK,
     RESUME_LATER,
     USER_ERROR,
+    CheckpointError,
     DataError,
     FolderTakenError,
     RunFolderError,
 )
+from pipeline.gating.folder import open_record
 from pipeline.run_folder.attempts import record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.retry import decide_retry
@@ -28,6 +30,7 @@ from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.slurm_job import slurm_job
 from pipeline.run_folder.status import TRAINING, as_text, read_status
 from tests.distributed import run_ranks
+from tests.programs import scale_cpt
 from tests.training.runs import STEPS, make_run, train
 
 PROJECT = Path(__file__).parents[2]
@@ -164,6 +167,37 @@ def test_the_forecast_counts_from_the_newest_checkpoint_unless_the_run_trains(ru
         assert steps_left() == config.schedule.steps - 28
     record_end(run, exit_code=RESUME_LATER, step=28)
     assert steps_left() == config.schedule.steps - 20
+
+
+def test_an_unfinished_run_says_its_step_where_it_is_converted_or_lacks_a_gate(
+    run, config, monkeypatch
+):
+    (run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    (run / "checkpoints" / "step_00000020" / "manifest.json").touch()
+    (run / "checkpoints" / "latest").write_text("step_00000020")
+    progress = f"step 20 of {config.schedule.steps}"
+    monkeypatch.setattr("pipeline.conversion.convert.convert", lambda *_: True)
+    shown = scale_cpt("convert", run)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{progress}: the run is not finished\n" in shown.stderr
+    with pytest.raises(CheckpointError) as refused:
+        open_record(run / "gate")
+    assert str(refused.value) == (
+        f"{run / 'gate' / 'gate.json'}: no such file; the run is at {progress}, and the gate is "
+        "fitted after training: finish it, or run the stage gate (scale-cpt gate) for this step"
+    )
+
+    gated = (run, "--set", "gate={}")
+    monkeypatch.setattr("pipeline.gating.fit_run.fit_gate", lambda _: (None, False))
+    monkeypatch.setattr("pipeline.gating.fit_run.as_text", lambda _: "")
+    shown = scale_cpt("gate", *gated)
+    assert f"{progress}: the run is not finished\n" in shown.stderr, shown.stderr
+
+    (run / TRAINING).touch()
+    shown = scale_cpt("convert", run)
+    assert shown.returncode == 0 and "not finished" not in shown.stderr
+    with pytest.raises(CheckpointError, match="the gate is not fitted yet: run the stage gate"):
+        open_record(run / "gate")
 
 
 def test_a_serial_stage_is_recorded_while_it_runs_and_after_its_end_or_fault(config):

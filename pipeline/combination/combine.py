@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 
 from pipeline import log
 from pipeline.checkpoint.manifest import MANIFEST_FILE
 from pipeline.config.method import title_of
 from pipeline.config.sources import CHECKPOINTS, RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
-from pipeline.conversion.model_card import markdown_table
+from pipeline.conversion.model_card import licence_of, markdown_table
 from pipeline.conversion.probe import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
@@ -32,7 +33,7 @@ from pipeline.files.json_files import read_object, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.reading import read_inside
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD
-from pipeline.hf.base_card import CARD
+from pipeline.hf.base_card import CARD, base_named_in, card_of
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
@@ -283,7 +284,7 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
             (partial / EXPANSIONS / name).mkdir(parents=True)
             write_tensors(partial / EXPANSIONS / name, export.expansion, export.dtype)
             _copy_tokenizer(export.folder, partial / EXPANSIONS / name)
-        _write_model(partial, base, exports)
+        _write_model(partial, folder.resolve().name, base, exports)
         for name, export in exports.items():
             _logger.info("%s: verifying that the folder computes what its export does", name)
             _verify(partial, name, export)
@@ -332,9 +333,12 @@ def _check_base(first: ExpansionExport, export: ExpansionExport) -> None:
 
 
 def _write_model(
-    folder: Path, base: Mapping[str, Any], exports: Mapping[str, ExpansionExport]
+    folder: Path, title: str, base: Mapping[str, Any], exports: Mapping[str, ExpansionExport]
 ) -> None:
-    """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
+    """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card.
+
+    The card calls the folder `title`, as `folder` is renamed when it is verified.
+    """
     copy_code(folder, code_files(CombinedForCausalLM))
     # The tokenizer is that of an expansion, joined with others that have new tokens, in the order
     # of the model's ids.
@@ -344,7 +348,7 @@ def _write_model(
     _copy_tokenizer(folder / EXPANSIONS / names[0], folder)
     for name in names[1:]:
         join_extensions(folder, folder / EXPANSIONS / name)
-    write_text(folder / CARD, _card(exports))
+    write_text(folder / CARD, _card(folder, title, exports))
     write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
     expansions: dict[str, Any] = {}
     for name, export in exports.items():
@@ -364,8 +368,36 @@ def _write_model(
     check_export(folder, load_tokenizer(folder), advice="convert the runs again")
 
 
-def _card(exports: Mapping[str, ExpansionExport]) -> str:
-    """The model card: how to load the folder, and a row for each expansion."""
+def _front_matter(folder: Path, exports: Mapping[str, ExpansionExport]) -> ModelCardData:
+    """What the hub reads of the card: base and licence are those that the exports' cards name.
+
+    The first card that names one is taken: all exports are of one base.
+    """
+    base: str | None = None
+    licence: dict[str, Any] = {}
+    for export in exports.values():
+        card = card_of(export.folder)
+        base = base or base_named_in(card)
+        licence = licence or licence_of(folder, card)
+    return ModelCardData(
+        base_model=base,
+        # None without a name: there is no base on the hub to be related to.
+        base_model_relation=base and "finetune",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["continual-pretraining", "scale-cpt"],
+        **licence,
+    )
+
+
+def _card(folder: Path, title: str, exports: Mapping[str, ExpansionExport]) -> str:
+    """The model card of the folder `title`, which is written as `folder`: base and licence, how to
+    load it, and a row for each expansion.
+    """
+    front_matter = _front_matter(folder, exports)
+    base = "One base"
+    if front_matter.base_model:
+        base = f"`{front_matter.base_model}`"
     rows = []
     for name, export in exports.items():
         settings = export.record["method"]
@@ -373,24 +405,32 @@ def _card(exports: Mapping[str, ExpansionExport]) -> str:
         parameters = sum(prod(tensor.shape) for tensor in export.expansion)
         tokens_seen = export.record["position"]["tokens_seen"]
         rows.append((name, method, parameters, export.new_tokens, tokens_seen))
+    names = list(exports)
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [continual-pretraining, scale-cpt]
+{front_matter.to_yaml()}
 ---
 
-# One base with {len(rows)} expansions
+# {title}
 
-Each was trained alone on the frozen base. Where no gate opens, the model is its base.
+{base} with {len(rows)} expansions. Each was trained alone on the frozen base. Where no gate opens,
+the model is its base. The terms of use are those of the base, and of the texts that each expansion
+was trained on.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=True, active=["{rows[0][0]}"]
-)
+folder = "{title}"  # this repository, or a folder with its files
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+text = tokenizer("Once upon a time", return_tensors="pt")
+
+model.set_active(["{names[0]}"])  # from now on; []: the base
+active = model.allowed([["{names[-1]}"]])  # for this batch: a list of names for each of its texts
+model.generate(**text, active=active, max_new_tokens=50)
 ```
+
+A gate tells its texts from what the base wrote, not from those of other expansions. Where domains
+look alike, as Korean statutes and Korean film reviews, choose the expansion with `active`.
 
 {markdown_table(("expansion", "method", "parameters", "new tokens", "trained on tokens"), rows)}
 """

@@ -132,7 +132,7 @@ def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
         library_name=library,
         pipeline_tag="text-generation",
         tags=["continual-pretraining", "scale-cpt", _kind(model)],
-        **_terms(model.base.path, card),
+        **licence_of(model.base.path, card),
     )
 
 
@@ -228,7 +228,7 @@ def add_to_card(folder: Path, heading: str, text: str) -> None:
     write_text(folder / CARD, f"{card}\n\n## {heading}\n\n{text}\n")
 
 
-def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
+def licence_of(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the front matter on the base's licence.
 
     They are the base card's. Without a licence there, a licence file of the base is named.

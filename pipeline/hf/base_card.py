@@ -6,6 +6,7 @@ A stranger may have written both: only plain values of known fields are taken.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ def hub_name(base: Path) -> str | None:
     named = read_object(base / "config.json", BaseModelError).get("_name_or_path")
     if _is_hub_name(named):
         return str(named)
-    named = card_of(base).get("base_model")
+    return base_named_in(card_of(base))
+
+
+def base_named_in(card: Mapping[str, Any]) -> str | None:
+    """The base on the hub, `org/name`, that the front matter of a card names; None without one."""
+    named = card.get("base_model")
     if isinstance(named, list) and len(named) == 1:
         named = named[0]
     if _is_hub_name(named):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE as MANIFEST
@@ -63,6 +64,13 @@ EXPANSIONS = {
     "kana": (ADAPT | OWN | {"own_first_layer": 2, "vocab_size": BASE_TOKENS + 11}, 16, 2),
 }
 ALL = [*EXPANSIONS][:-1]
+CARD = """---
+base_model: org/stories
+license: other
+license_name: tales
+license_link: LICENSE.md
+---
+"""
 TEXTS = {
     "pieces": "나는 너를 나의 나라에서 너의 나비로 보았다. " * 3,
     "kana": "わたしはわたしのねこをみていた。" * 3,
@@ -125,7 +133,10 @@ def choose_own_rows(model: ScaleForCausalLM) -> None:
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("exports")
-    return {name: export(folder / name, name) for name in EXPANSIONS}
+    made = {name: export(folder / name, name) for name in EXPANSIONS}
+    # Only one export has its card, which names a base on the hub.
+    (made["law"] / "README.md").write_text(CARD)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +218,21 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
     found_logits = model(text, use_cache=False).logits[0]
     expected_logits, _ = alone(exports["pieces"], text)
     assert torch.equal(found_logits[is_new], expected_logits[is_new])
+
+
+def test_the_card_names_base_and_licence_and_its_code_runs(combined, monkeypatch):
+    card = (combined / "README.md").read_text()
+    data = ModelCard(card).data
+    assert (data.base_model, data.base_model_relation) == ("org/stories", "finetune")
+    assert (data.license, data.license_name) == ("other", "tales")
+    # The link is to a file that the exports do not have.
+    assert data.get("license_link") is None
+    assert f"# {combined.name}\n\n`org/stories` with {len(ALL)} expansions." in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(combined.parent)
+    # The class of this project in the place of its copy in the folder, which takes longer.
+    lines = code.replace("AutoModelForCausalLM.from", "CombinedForCausalLM.from")
+    exec(lines, {"CombinedForCausalLM": CombinedForCausalLM})
 
 
 def test_an_expansion_that_was_not_loaded_is_named_with_the_remedy(combined):

@@ -29,7 +29,7 @@ from pipeline.conversion.difference import (
 )
 from pipeline.conversion.formats import check_format, check_tp_size, choose_export
 from pipeline.conversion.model_card import model_card, on_stored_scale
-from pipeline.conversion.probe import MakeProbe, Probe
+from pipeline.conversion.probe_texts import MakeProbe, Probe
 from pipeline.conversion.verify import Loader, Report, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of

@@ -18,7 +18,7 @@ from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate

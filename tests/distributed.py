@@ -56,41 +56,46 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        ranks = [
-            processes.Process(
-                target=_rank, args=(folder, rank, world_size, function, arguments), daemon=True
-            )
-            for rank in range(world_size)
-        ]
+        ranks = []
+        for rank in range(world_size):
+            rank_arguments = (folder, rank, world_size, function, arguments)
+            ranks.append(processes.Process(target=_rank, args=rank_arguments, daemon=True))
         for process in ranks:
             process.start()
+        late = []
+        results = []
+        failures = []
         try:
             _await_all(ranks, time.monotonic() + timeout_s)
-            late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-            answers = [
-                _answer(folder / str(rank)) for rank in range(world_size) if rank not in late
-            ]
+            for rank, process in enumerate(ranks):
+                if process.exitcode is None:
+                    late.append(rank)
+                    continue
+                moment, succeeded, result = _answer(folder / str(rank))
+                if succeeded:
+                    results.append(result)
+                else:
+                    failures.append((moment, result))
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-    # The earliest failure is the cause of others.
-    if failures := sorted(
-        (moment, result) for moment, succeeded, result in answers if not succeeded
-    ):
-        raise RankError("\n".join(failure for _, failure in failures))
+    if failures:
+        # The earliest failure comes first: it is the cause of others.
+        raise RankError("\n".join(failure for _, failure in sorted(failures)))
     if late:
         raise RankError(f"ranks {late} did not end in time")
-    return [result for _, _, result in answers]
+    return results
 
 
 def _await_all(ranks: list[Any], deadline: float) -> None:
     """Waits for the ranks' end, and for at most GRACE_S after one failed."""
     running = {process.sentinel: process for process in ranks}
-    while running and (
-        ready := connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
-    ):
-        for sentinel in ready:
+    while running:
+        ended = connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            return
+        for sentinel in ended:
             process = running.pop(sentinel)
             process.join()
             if process.exitcode:
@@ -119,16 +124,14 @@ def _rank(
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", **options)
     dist.barrier()  # a rank that ends at once would close connections that others still make
-    failed = 0
+    exit_code = 0
     try:
+        # A result that cannot be pickled is a fault of the test, and reported as one.
         answer = pickle.dumps((time.monotonic(), True, function(*arguments)))
     except BaseException:  # noqa: BLE001  the test must see every error
-        answer, failed = (
-            pickle.dumps(
-                (time.monotonic(), False, f"rank {rank} raised:\n{traceback.format_exc()}")
-            ),
-            1,
-        )
+        fault = f"rank {rank} raised:\n{traceback.format_exc()}"
+        answer = pickle.dumps((time.monotonic(), False, fault))
+        exit_code = 1
     (folder / str(rank)).write_bytes(answer)
     dist.destroy_process_group()
-    sys.exit(failed)
+    sys.exit(exit_code)

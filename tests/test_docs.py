@@ -70,29 +70,24 @@ def check_commands(
 
 
 def test_pages_name_files_links_and_targets_that_exist():
-    targets = set(
-        re.findall(
-            r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE
-        )
-    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        links = [
-            link
-            for link in LINK.findall(text)
-            if "://" not in link and not link.startswith("mailto:")
-        ]
-        missing = [link for link in links if not (page.parent / link).exists()]
-        missing += [name for name in named_files(text) if not (ROOT / name).exists()]
-        missing += [
-            f"{file}:{name}"
-            for file, name in SYMBOL.findall(text)
-            if not re.search(
-                rf"(?m)^\s*(?:def|class) {name}\b",
-                (ROOT / "pipeline" / file).read_text(encoding="utf-8"),
-            )
-        ]
-        missing += [f"make {name}" for name in set(TARGET.findall(text)) - targets]
+        missing = []
+        for link in LINK.findall(text):
+            is_elsewhere = "://" in link or link.startswith("mailto:")
+            if not is_elsewhere and not (page.parent / link).exists():
+                missing.append(link)
+        for name in named_files(text):
+            if not (ROOT / name).exists():
+                missing.append(name)
+        for file, name in SYMBOL.findall(text):
+            source = (ROOT / "pipeline" / file).read_text(encoding="utf-8")
+            if not re.search(rf"(?m)^\s*(?:def|class) {name}\b", source):
+                missing.append(f"{file}:{name}")
+        for name in set(TARGET.findall(text)) - targets:
+            missing.append(f"make {name}")
         assert not missing, f"{page.relative_to(ROOT)} names what does not exist: {missing}"
 
 

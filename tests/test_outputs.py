@@ -17,7 +17,7 @@ from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
-from pipeline.data.tokenize.workers import Workers, local_workers
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.extension.vocabulary import (
     VOCABULARY,
     learn_extension,
@@ -63,10 +63,9 @@ KINDS = (EXPORT, EXPANSION, CHECKPOINT, GATE, VOCABULARY, CORPUS)
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_folder_is_of_a_kind_by_the_format_in_its_record_of_any_version(tmp_path, kind):
-    record, own = (
-        tmp_path / kind.record,
-        {"format": kind.format.rpartition(" ")[0] + " 99", "more": 1},
-    )
+    record = tmp_path / kind.record
+    name_of_format, _, _ = kind.format.rpartition(" ")
+    own = {"format": f"{name_of_format} 99", "more": 1}  # of a version that we do not know
 
     def refused() -> bool:
         before = contents(tmp_path)
@@ -81,9 +80,10 @@ def test_a_folder_is_of_a_kind_by_the_format_in_its_record_of_any_version(tmp_pa
     assert refused(), "no record"
     record.write_text(json.dumps(own))
     assert not refused()
-    for others in (other for other in KINDS if other.format != kind.format):
-        record.write_text(json.dumps({"format": others.format}))
-        assert refused(), others.name
+    for other in KINDS:
+        if other.format != kind.format:
+            record.write_text(json.dumps({"format": other.format}))
+            assert refused(), other.name
     for text in ("", "[]", "{}", "7", "\0", json.dumps(own)[:-5], '{"format": "cargo 1"}'):
         record.write_text(text)
         assert refused(), text
@@ -95,53 +95,58 @@ def test_a_folder_is_of_a_kind_by_the_format_in_its_record_of_any_version(tmp_pa
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
     """The work of each command that writes a folder, at its smallest."""
-    room = tmp_path_factory.mktemp("inputs")
-    run_ranks(save, 1, STORIES, scale("adapt", norm="base"), room / "saved")
-    checkpoint = checkpoint_in(room / "saved")
-    texts = write_jsonl(room / "texts.jsonl", documents(40))
+    inputs = tmp_path_factory.mktemp("inputs")
+    run_ranks(save, 1, STORIES, scale("adapt", norm="base"), inputs / "saved")
+    checkpoint = checkpoint_in(inputs / "saved")
+    texts = write_jsonl(inputs / "texts.jsonl", documents(40))
     extension = learn_extension(STORIES, stories(30)[30:], stories(30)[:30], add=5, min_uses=2)
     gate = FittedGate(
         1, "token", torch.zeros(64), torch.ones(64), torch.ones(64), bias=0.0, threshold=0.0
     )
-    architecture = room / "architecture.json"
+    architecture = inputs / "architecture.json"
     shutil.copy(STORIES / "config.json", architecture)
-    exported = Conversion(checkpoint, STORIES, Path())
-
-    def save_checkpoint(path: Path) -> None:
-        publish(Path(shutil.copytree(checkpoint, path.with_name(f".{path.name}.partial"))), path)
-
-    def sample(path: Path, workers: Workers) -> None:
-        described = sampling_job(path, tokens=60)
-        sample_corpus(described, plan_of(described), workers)
 
     with local_workers(1, preload="pipeline.self_generated.corpus") as workers:
+
+        def write_export(path: Path) -> None:
+            asked = Conversion(checkpoint, STORIES, path, format="merged")
+            convert(asked, probe_maker({"own": [str(texts)]}))
+
+        def write_trained_expansion(path: Path) -> None:
+            asked = Conversion(checkpoint, STORIES, path, format="expansion")
+            convert(asked, probe_maker({}))
+
+        def write_initial_expansion(path: Path) -> None:
+            upscale(scale_settings("preserve"), open_base(STORIES), path, 0)
+
+        def save_checkpoint(path: Path) -> None:
+            partial = path.with_name(f".{path.name}.partial")
+            shutil.copytree(checkpoint, partial)
+            publish(partial, path)
+
+        def sample(path: Path) -> None:
+            described = sampling_job(path, tokens=60)
+            sample_corpus(described, plan_of(described), workers)
+
+        def write_biographies(path: Path) -> None:
+            write_corpora(path, 40, pool_fraction=0.05, seed=0, vocab_size=400)
+
+        def write_base(path: Path) -> None:
+            make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES), path)
+
         yield {
-            "export": lambda path: convert(
-                _into(exported, path, "merged"), probe_maker({"own": [str(texts)]})
-            ),
-            "trained expansion": lambda path: convert(
-                _into(exported, path, "expansion"), probe_maker({})
-            ),
-            "expansion": lambda path: upscale(
-                scale_settings("preserve"), open_base(STORIES), path, 0
-            ),
+            "export": write_export,
+            "trained expansion": write_trained_expansion,
+            "expansion": write_initial_expansion,
             "checkpoint": save_checkpoint,
             "gate": lambda path: write_gate(path, gate, RECORD),
             "vocabulary": lambda path: write_extension(extension, path, lambda _: None),
             "corpus": lambda path: preprocess(job(path, texts), workers),
-            "sampled corpus": lambda path: sample(path, workers),
-            "biographies": lambda path: write_corpora(
-                path, 40, pool_fraction=0.05, seed=0, vocab_size=400
-            ),
-            "base": lambda path: make_random_base(
-                RandomBase(architecture=architecture, tokenizer=STORIES), path
-            ),
-            "new": lambda path: run_new(path),
+            "sampled corpus": sample,
+            "biographies": write_biographies,
+            "base": write_base,
+            "new": run_new,
         }
-
-
-def _into(conversion: Conversion, path: Path, format: str) -> Conversion:
-    return Conversion(conversion.checkpoint, conversion.base, path, format=format)
 
 
 def run_new(path: Path) -> None:
@@ -156,7 +161,8 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_writer_replaces_nothing_an_empty_folder_or_its_own_kind_alone(name, writers, tmp_path):
-    write, out = writers[name], tmp_path / "out"
+    write = writers[name]
+    out = tmp_path / "out"
     write(out)
     made = names_in(out)
     try:
@@ -165,42 +171,42 @@ def test_a_writer_replaces_nothing_an_empty_folder_or_its_own_kind_alone(name, w
         assert name in ("biographies", "base", "new")
     assert names_in(out) == made
     if name in ("export", "trained expansion", "expansion", "gate", "vocabulary"):
-        (link := tmp_path / "link").symlink_to(out)
+        link = tmp_path / "link"
+        link.symlink_to(out)
         write(link)
-        assert link.is_symlink() and names_in(out) == made
+        assert link.is_symlink()
+        assert names_in(out) == made
 
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty")
     assert names_in(tmp_path / "empty") == made
 
-    (theirs := tmp_path / "theirs").mkdir()
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
     (theirs / "thesis.txt").write_text("years of work")
     before = contents(theirs)
     try:
         write(theirs)
     except UserError as error:
-        assert "expected nothing here" in str(error) and contents(theirs) == before
+        assert "expected nothing here" in str(error)
+        assert contents(theirs) == before
     else:
         (aside,) = tmp_path.glob("theirs.damaged")  # what is no checkpoint is set aside
-        assert name == "checkpoint" and names_in(aside) == {"thesis.txt"}
+        assert name == "checkpoint"
+        assert names_in(aside) == {"thesis.txt"}
     assert not list(tmp_path.glob(".*")), "something half-written"
 
 
 def test_a_heldout_part_is_not_mixed_with_other_files(tmp_path):
     (tmp_path / "out.heldout").mkdir()
     (tmp_path / "out.heldout" / "thesis.txt").write_text("years of work")
+    texts = write_jsonl(tmp_path / "a.jsonl", documents(9))
+    asked = job(tmp_path / "out", texts, heldout_fraction=0.2)
     with (
         local_workers(1) as workers,
         pytest.raises(OutputError, match=r"out\.heldout: expected nothing here"),
     ):
-        preprocess(
-            job(
-                tmp_path / "out",
-                write_jsonl(tmp_path / "a.jsonl", documents(9)),
-                heldout_fraction=0.2,
-            ),
-            workers,
-        )
+        preprocess(asked, workers)
     assert not (tmp_path / "out").exists()
 
 

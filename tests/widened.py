@@ -42,11 +42,12 @@ SEED = 7
 
 def scale_settings(variant: str, **changes: Any) -> ScaleMethod:
     """Settings that fit every model of `bases.CONFIGS`; `l_fp` is 1 if the variant needs it."""
-    l_fp = {} if variant == "preserve" else {"l_fp": 1}
-    widths = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
-    return ScaleMethod.model_validate(
-        {"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes}
-    )
+    settings: dict[str, Any] = {"name": "scale", "variant": variant}
+    settings["expansion"] = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
+    if variant != "preserve":
+        settings["l_fp"] = 1
+    settings.update(changes)
+    return ScaleMethod.model_validate(settings)
 
 
 METHODS: dict[str, Method] = {
@@ -86,9 +87,12 @@ def widened(
     load_base(model, base, tp)
     parameters = dict(model.named_parameters())
     names = {name for name in parameters if not is_base(name)}
-    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    initialisers = Initialisers()
+    if isinstance(settings, ScaleMethod):
+        initialisers = settings.initialisers
     for name, full in initial_expansion(model, names, base.read, initialisers, SEED):
-        parameters[name].copy_(split(full, partition_of(parameters[name]), tp.rank, tp.size))
+        parameter = parameters[name]
+        parameter.copy_(split(full, partition_of(parameter), tp.rank, tp.size))
     shake(model, noise)
     return model
 
@@ -119,6 +123,8 @@ def unwidened(base: BaseFolder, tp: TensorParallel = SINGLE) -> Decoder:
 def shake(model: Decoder, noise: float) -> None:
     """Adds the same noise to every trained parameter, however the model is split."""
     for name, parameter in named_trained_parameters(model):
+        # Seeded by name and drawn for the whole parameter: neither the order of parameters nor the
+        # number of tensor-parallel ranks changes it.
         generator = torch.Generator().manual_seed(zlib.crc32(f"0:{name}".encode()))
         full = noise * torch.randn(full_shape_of(parameter), generator=generator)
         parameter.add_(split(full, partition_of(parameter), model.tp.rank, model.tp.size))
@@ -130,8 +136,11 @@ def balance_router(model: Decoder, tokens: Tensor) -> None:
     with torch.no_grad():
         hidden = model.hidden_states(tokens)
         assert hidden.preserved_x is not None
-        z_a, z_p = (F.linear(x, model.output.base) for x in (hidden.x, hidden.preserved_x))
+        z_a = F.linear(hidden.x, model.output.base)
+        z_p = F.linear(hidden.preserved_x, model.output.base)
         cosines = F.cosine_similarity(z_p, z_a).sort().values
+        # In the middle half of the cosines, so that each path has at least a quarter of the tokens;
+        # and amid the widest gap there, so that rounding moves no token to the other path.
         middle = cosines[len(cosines) // 4 : -len(cosines) // 4]
         widest = int(middle.diff().argmax())
         model.output.threshold = float(middle[widest : widest + 2].mean())
@@ -139,31 +148,38 @@ def balance_router(model: Decoder, tokens: Tensor) -> None:
 
 def soft_capped(spec: DecoderSpec, z: Tensor) -> Tensor:
     """Logits from the output projection's products."""
-    return (
-        z
-        if spec.output_softcap is None
-        else torch.tanh(z / spec.output_softcap) * spec.output_softcap
-    )
+    softcap = spec.output_softcap
+    if softcap is None:
+        return z
+    return torch.tanh(z / softcap) * softcap
 
 
 def plain_logits(model: Decoder, hidden: HiddenStates) -> Tensor:
     """All logits at once, [N, V + new], of one matrix for each stream, differentiated by autograd."""
-    out, width = model.output, model.spec.widths.hidden_size
-    base, expansion = out.base, out.expansion
+    out = model.output
+    width = model.spec.widths.hidden_size
+    base: Tensor = out.base
+    expansion: Tensor | None = out.expansion
     if out.new_rows is not None:
-        base = torch.cat([base, out.new_rows[:, :width]])  # type: ignore[assignment]
-        expansion = None if expansion is None else torch.cat([expansion, out.new_rows[:, width:]])  # type: ignore[assignment]
-    z, x_up = F.linear(hidden.x, base), hidden.x_up
+        # A new token's row: its weights on the base's stream, then those on the expansion's.
+        base = torch.cat([base, out.new_rows[:, :width]])
+        if expansion is not None:
+            expansion = torch.cat([expansion, out.new_rows[:, width:]])
+
+    z = F.linear(hidden.x, base)
+    x_up = hidden.x_up
     if hidden.preserved_x is not None:
         z_p = F.linear(hidden.preserved_x, base)
-        cosine = F.cosine_similarity(z_p[:, : len(out.base)], z[:, : len(out.base)])
+        # The router (Eq. 5) compares the logits of the base's vocabulary, not of new tokens.
+        base_vocab_size = len(out.base)
+        cosine = F.cosine_similarity(z_p[:, :base_vocab_size], z[:, :base_vocab_size])
         preserved = (cosine > out.threshold).unsqueeze(1)
         assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
-        z, x_up = (
-            torch.where(preserved, (z_p + z) / 2, z),
-            torch.where(preserved, hidden.preserved_x_up, x_up),
-        )
-    return soft_capped(model.spec, z if x_up is None else z + F.linear(x_up, expansion))
+        z = torch.where(preserved, (z_p + z) / 2, z)
+        x_up = torch.where(preserved, hidden.preserved_x_up, x_up)
+    if x_up is not None:
+        z = z + F.linear(x_up, expansion)
+    return soft_capped(model.spec, z)
 
 
 def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
@@ -177,16 +193,17 @@ def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
 
 def packed(*rows: Sequence[int]) -> tuple[Tensor, Documents]:
     """Positions [B, S], and documents: each row consists of documents of such lengths."""
-    positions, ids = (
-        torch.stack(
-            [torch.cat([of_document(at, length) for at, length in enumerate(row)]) for row in rows]
-        )
-        for of_document in (
-            lambda _, length: torch.arange(length),
-            lambda at, length: torch.full((length,), at),
-        )
-    )
-    return positions, Documents.of(ids)
+    positions = []
+    ids = []
+    for lengths in rows:
+        row_positions: list[int] = []
+        row_ids: list[int] = []
+        for document, length in enumerate(lengths):
+            row_positions += range(length)
+            row_ids += [document] * length
+        positions.append(row_positions)
+        ids.append(row_ids)
+    return torch.tensor(positions), Documents.of(torch.tensor(ids))
 
 
 def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:
@@ -196,17 +213,23 @@ def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:
 
 def some_batch(spec: DecoderSpec, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random tokens and targets, a few of them not to be predicted."""
-    tokens, targets = some_tokens(spec, *shape, seed=seed), some_tokens(spec, *shape, seed=seed + 1)
-    targets[..., 3] = -100
+    tokens = some_tokens(spec, *shape, seed=seed)
+    targets = some_tokens(spec, *shape, seed=seed + 1)
+    targets[..., 3] = -100  # `ignore_index` of PyTorch's cross entropy
     return tokens, targets
 
 
 def trained_gradients(model: Decoder) -> dict[str, Tensor]:
     """The gradient of everything that trains."""
-    gradients = {name: parameter.grad for name, parameter in named_trained_parameters(model)}
-    missing = [name for name, gradient in gradients.items() if gradient is None]
+    gradients: dict[str, Tensor] = {}
+    missing: list[str] = []
+    for name, parameter in named_trained_parameters(model):
+        if parameter.grad is None:
+            missing.append(name)
+        else:
+            gradients[name] = parameter.grad
     assert not missing, f"no gradient: {missing}"
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return gradients
 
 
 @contextmanager
@@ -235,9 +258,10 @@ class Watched(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        taken, made = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-            for tree in ((args, kwargs), result)
-        )
-        self.look(operation, taken, made)
+        self.look(operation, tensors((args, kwargs)), tensors(result))
         return result
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors anywhere in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

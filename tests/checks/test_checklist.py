@@ -200,12 +200,12 @@ def test_the_plan_of_a_run_in_stages_has_the_groups_and_the_batch_of_each(begun)
     ]
     config = load_config(write_config(run, tokens, name="changed.yaml", stages=stages))
     plan = make_plan(config, Cluster(2, 2))
-    groups = plan.figures["groups"]
-    assert {group["key"] for group in groups if group["stage"] == "norms"} == {"norm"}
-    assert {group["learning_rate"] for group in groups if group["stage"] == "norms"} == {0.5}
-    of_all = {group["key"] for group in groups if group["stage"] == "all"}
-    assert {"norm", "expansion_to_base"} < of_all
-    assert {group["learning_rate"] for group in groups if group["stage"] == "all"} == {2e-3}
+    of_norms = [group for group in plan.figures["groups"] if group["stage"] == "norms"]
+    assert {group["key"] for group in of_norms} == {"norm"}
+    assert {group["learning_rate"] for group in of_norms} == {0.5}
+    of_all = [group for group in plan.figures["groups"] if group["stage"] == "all"]
+    assert {"norm", "expansion_to_base"} < {group["key"] for group in of_all}
+    assert {group["learning_rate"] for group in of_all} == {2e-3}
     texts = [text for name, text in plan.rows if name == "groups"]
     assert any(text.startswith("norms: norm ") for text in texts)
     rows = dict(plan.rows)

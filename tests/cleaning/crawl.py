@@ -35,7 +35,14 @@ _DROPPED_BY = {
     "held-out sentence": {"contamination"},
     "benchmark question": {"contamination"},
 }
-_PERSONAL = ("kim.{0}@naver.com", "010-1234-{0}", "+82 10 9876 {0}", "02-345-{0}", "900101-123{0}")
+_PERSONAL = (
+    ("kim.{0}@naver.com", "email@example.com"),
+    ("010-1234-{0}", "010-0000-0000"),
+    ("+82 10 9876 {0}", "010-0000-0000"),
+    ("02-345-{0}", "010-0000-0000"),
+    ("900101-123{0}", "000000-0000000"),
+)
+"""An address, telephone numbers and a registration number, and what cleaning writes instead."""
 _FRAMES = (
     "무단 전재 및 재배포 금지",
     "저작권자 ⓒ 무비뉴스",
@@ -47,10 +54,14 @@ _FRAMES = (
 def korean_pages(name: str, lines: int) -> Iterator[str]:
     """Pages of so many lines of the shipped Korean reviews."""
     for document in good_documents([str(DATA / "ko" / name)], Keys()):
-        found = [
-            line for line in document.text.split("\n") if len(line) > 15 and not line.endswith("..")
-        ]
-        yield from ("\n".join(found[at : at + lines]) for at in range(0, len(found) - lines, lines))
+        found = []
+        for line in document.text.split("\n"):
+            # Neither short nor cut off by an ellipsis: such lines would be a fault that is not
+            # planted.
+            if len(line) > 15 and not line.endswith(".."):
+                found.append(line)
+        for start in range(0, len(found) - lines, lines):
+            yield "\n".join(found[start : start + lines])
 
 
 _Planted = tuple[str, str, str]
@@ -71,44 +82,54 @@ class Crawl:
         self._pages = korean_pages("reviews.jsonl.zst", 12)
         heldout = [*islice(self._pages, copies)]
         questions = [*islice(korean_pages("law.heldout.jsonl.zst", 3), copies)]
-        english = [
-            one.text
-            for one in islice(
-                good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys()), copies
-            )
-        ]
+        stories = good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys())
+        english = [story.text for story in islice(stories, copies)]
         made.mkdir()
         self._write("heldout.jsonl", [{"text": text} for text in heldout])
-        self._write(
-            "benchmark.jsonl",
-            [{"question": text, "answer": at % 4} for at, text in enumerate(questions)],
-        )
+        benchmark = []
+        for number, question in enumerate(questions):
+            benchmark.append({"question": question, "answer": number % 4})
+        self._write("benchmark.jsonl", benchmark)
+
+        self.documents = self._all_documents(copies, heldout, questions, english)
+        half = len(self.documents) // 2
+        self._write_crawl(0, "utf-8", self.documents[:half])
+        self._write_crawl(1, "cp949", self.documents[half:])
+
+    def _all_documents(
+        self, copies: int, heldout: list[str], questions: list[str], english: list[str]
+    ) -> list[_Planted]:
+        """Documents with and without faults, shuffled; copies after what they copy."""
         documents = [("good", text, text) for text in islice(self._pages, 10 * copies)]
         for at in range(copies):
             documents += self._faulty(at, documents[at][1], heldout[at], questions[at], english[at])
         self._draw.shuffle(documents)
-        later = [
-            one for one in documents if one[0].startswith("copy")
-        ]  # of copies the first is kept
-        documents = [one for one in documents if not one[0].startswith("copy")] + later
-        self.documents = documents
-        half = len(documents) // 2
-        for number, (encoding, part) in enumerate(
-            (("utf-8", documents[:half]), ("cp949", documents[half:]))
-        ):
-            lines = []
-            for at, (kind, text, kept) in enumerate(part):
-                name = f"{number:05d}-000000-{at}"
-                self.planted.setdefault(kind, []).append(name)
-                if kind not in _DROPPED_BY:
-                    self.expected[name] = kept
-                line = json.dumps(
-                    {"text": text}, ensure_ascii="�" in text or not _in(encoding, text)
-                )
-                lines.append(line[:-9] if kind == "broken record" else line)
-            (made / f"crawl.{number}.{encoding}.jsonl").write_bytes(
-                "".join(f"{line}\n" for line in lines).encode(encoding)
-            )
+        originals: list[_Planted] = []
+        copied: list[_Planted] = []
+        for document in documents:
+            if document[0].startswith("copy"):
+                copied.append(document)
+            else:
+                originals.append(document)
+        # Of several copies the first is kept: the original must come before its near-copies.
+        return originals + copied
+
+    def _write_crawl(self, number: int, encoding: str, documents: list[_Planted]) -> None:
+        """Writes a file of the crawl, and notes what it has of each kind."""
+        lines = []
+        for at, (kind, text, kept) in enumerate(documents):
+            # The id that cleaning gives a document: the file's number, and its place in the file.
+            name = f"{number:05d}-000000-{at}"
+            self.planted.setdefault(kind, []).append(name)
+            if kind not in _DROPPED_BY:
+                self.expected[name] = kept
+            is_escaped = "�" in text or not _in(encoding, text)
+            line = json.dumps({"text": text}, ensure_ascii=is_escaped)
+            if kind == "broken record":
+                line = line[:-9]
+            lines.append(f"{line}\n")
+        file = self.made / f"crawl.{number}.{encoding}.jsonl"
+        file.write_bytes("".join(lines).encode(encoding))
 
     def _write(self, name: str, records: list[dict[str, object]]) -> None:
         (self.made / name).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -121,12 +142,13 @@ class Crawl:
 
         def edited(text: str, percent: int) -> str:
             others = page().split()
-            return "".join(
-                self._draw.choice(others)
-                if part.strip() and self._draw.random() * 100 < percent
-                else part
-                for part in re.split(r"(\s+)", text)
-            )
+            parts = []
+            for part in re.split(r"(\s+)", text):
+                is_word = part.strip() != ""
+                if is_word and self._draw.random() * 100 < percent:
+                    part = self._draw.choice(others)
+                parts.append(part)
+            return "".join(parts)
 
         host = page()
         first = host.partition("\n")[0]
@@ -150,10 +172,9 @@ class Crawl:
         yield "near-copy of a held-out document", edited(heldout, 1), ""
         yield "held-out sentence", _hidden(page(), max(heldout.split("\n"), key=len)), ""
         yield "benchmark question", _hidden(page(), question), ""
-        private, body = _PERSONAL[at % len(_PERSONAL)].format(1000 + at), page()
-        replaced = ("email@example.com", *["010-0000-0000"] * 3, "000000-0000000")[
-            at % len(_PERSONAL)
-        ]
+        private, replaced = _PERSONAL[at % len(_PERSONAL)]
+        private = private.format(1000 + at)
+        body = page()
         yield (
             "personal data",
             f"{body}\n문의: {private} 로 연락 주세요.",
@@ -175,34 +196,42 @@ class Crawl:
     def rows(self) -> dict[str, tuple[int, float, str]]:
         """By kind: how many were planted, the share of them treated as is right, and the steps that
         dropped them."""
-        kept, dropped = _texts(self.made / "cleaned"), {}
+        kept = _texts(self.made / "cleaned")
+        dropped_by: dict[str, str] = {}
         for step in (self.made / "cleaned" / "dropped").iterdir():
-            dropped.update(dict.fromkeys(_texts(step), step.name))
+            dropped_by.update(dict.fromkeys(_texts(step), step.name))
         rows = {}
         for kind, names in self.planted.items():
-            by = [dropped.get(name, "written" if name in kept else "records") for name in names]
-            if kind in _DROPPED_BY:
-                right = sum(step in _DROPPED_BY[kind] for step in by)
-            else:
-                right = sum(
-                    kept.get(name, "").strip() == self.expected[name].strip() for name in names
-                )
-            rows[kind] = (len(names), right / len(names), ", ".join(sorted(set(by) - {"written"})))
+            right = 0
+            steps = set()
+            for name in names:
+                # A record that cannot be read is neither kept nor dropped by a step.
+                step_name = dropped_by.get(name, "records")
+                if name not in dropped_by and name in kept:
+                    step_name = "written"
+                steps.add(step_name)
+                if kind in _DROPPED_BY:
+                    right += step_name in _DROPPED_BY[kind]
+                else:
+                    right += kept.get(name, "").strip() == self.expected[name].strip()
+            dropping_steps = ", ".join(sorted(steps - {"written"}))
+            rows[kind] = (len(names), right / len(names), dropping_steps)
         return rows
 
     def precision(self, cleaned: CleanedText) -> dict[str, tuple[int, float]]:
         """By step: how many it dropped, and the share of them that it should."""
-        kind_of = {name: kind for kind, names in self.planted.items() for name in names}
+        kind_of: dict[str, str] = {}
+        for kind, names in self.planted.items():
+            kind_of.update(dict.fromkeys(names, kind))
+        in_order = [*cleaned.steps]
+        folders = (self.made / "cleaned" / "dropped").iterdir()
         found = {}
-        for step in sorted(
-            (self.made / "cleaned" / "dropped").iterdir(),
-            key=lambda step: [*cleaned.steps].index(step.name),
-        ):
-            kinds = [kind_of[name] for name in _texts(step)]
-            found[step.name] = (
-                len(kinds),
-                sum(step.name in _DROPPED_BY.get(kind, ()) for kind in kinds) / len(kinds),
-            )
+        for step in sorted(folders, key=lambda folder: in_order.index(folder.name)):
+            dropped = _texts(step)
+            right = 0
+            for name in dropped:
+                right += step.name in _DROPPED_BY.get(kind_of[name], ())
+            found[step.name] = (len(dropped), right / len(dropped))
         return found
 
 
@@ -223,5 +252,7 @@ def _texts(folder: Path) -> dict[str, str]:
     found = {}
     for shard in sorted(folder.glob("*.jsonl.zst")):
         with zstandard.open(shard, "rt", encoding="utf-8") as lines:
-            found.update({record["id"]: record["text"] for record in map(json.loads, lines)})
+            for line in lines:
+                record = json.loads(line)
+                found[record["id"]] = record["text"]
     return found

@@ -45,8 +45,13 @@ def crawl(tmp_path_factory: pytest.TempPathFactory) -> Crawl:
 
 
 def test_every_kind_of_fault_is_treated_by_its_step(crawl: Crawl) -> None:
+    # MinHash finds a near-copy with a probability that falls with the share of edited words.
     least = {"copy, 2 % edited": 0.5, "copy, 5 % edited": 0.0, "copy, 10 % edited": 0.0}
-    wrong = {kind: row for kind, row in crawl.rows().items() if row[1] < least.get(kind, 0.8)}
+    wrong = {}
+    for kind, row in crawl.rows().items():
+        _, right_fraction, _ = row
+        if right_fraction < least.get(kind, 0.8):
+            wrong[kind] = row
     assert not wrong
     precisions = crawl.precision(crawl.cleaned)
     assert precisions.keys() >= {"language", "quality", "repetition", "duplicates", "contamination"}

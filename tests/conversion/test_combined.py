@@ -7,7 +7,9 @@ import shutil
 import zlib
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,10 +81,9 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     )
     model = ScaleForCausalLM(config)
     for key, parameter in model.named_parameters():
-        of_base = is_of_base(key)
-        random = torch.Generator().manual_seed(
-            zlib.crc32(f"{base if of_base else name} {key}".encode())
-        )
+        # Of the base's weights every export on it has the same.
+        owner = base if is_of_base(key) else name
+        random = torch.Generator().manual_seed(zlib.crc32(f"{owner} {key}".encode()))
         if key != "token_gate.std":
             # Row by row, so that the base's rows are the same under an extended vocabulary.
             std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
@@ -146,50 +147,62 @@ def prompts(count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An export's logits [S, V], and by how much its gate's score is above the threshold [S]."""
-    model, margins = load_hf_model(path), []
+    model = load_hf_model(path)
+    margins = []
     model.token_gate.register_forward_hook(
         lambda gate, read, _: margins.append(gate.scores(*read) - gate.threshold)
     )
     logits = model(tokens, use_cache=False).logits[0]
-    return logits, margins[0].masked_fill((tokens >= BASE_TOKENS).unsqueeze(-1), torch.inf)[0, :, 0]
+    is_new = (tokens >= BASE_TOKENS).unsqueeze(-1)
+    # A new token opens the gate whatever its score.
+    margin = margins[0].masked_fill(is_new, torch.inf)
+    return logits, margin[0, :, 0]
 
 
 @torch.no_grad()
 def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
-    passages = torch.randint(
-        3, BASE_TOKENS + 18, (6, 4), generator=torch.Generator().manual_seed(4)
-    )
-    text, given = (
-        passages.repeat(1, 20).view(1, -1),
-        Counter(),
-    )  # each of four words, for which other gates open
+    # Passages of four words each, for which other gates open.
+    generator = torch.Generator().manual_seed(4)
+    passages = torch.randint(3, BASE_TOKENS + 18, (6, 4), generator=generator)
+    text = passages.repeat(1, 20).view(1, -1)
+
+    seen: set[tuple[str | None, bool]] = set()
     for names in (["pieces"], ALL, ["ko"], ["code", "med"], ["code"]):
         tokens = text if names == ["pieces"] else text % BASE_TOKENS
         model.set_active([])
         expected = model(tokens, use_cache=False).logits[0]
-        found, used = {name: alone(exports[name], tokens) for name in names}, None
+        found = {name: alone(exports[name], tokens) for name in names}
+        used: str | None = None
         for at in range(text.shape[1]):
-            lately = {
-                name: margins[max(0, at - RECENT + 1) : at + 1]
-                for name, (_, margins) in found.items()
-            }
+            # The expansion whose gate was the widest open lately; if it is closed at this token,
+            # the expansion that was in use goes on.
+            lately = {}
+            for name, (_, margins) in found.items():
+                lately[name] = margins[max(0, at - RECENT + 1) : at + 1]
             best = max(names, key=lambda name: lately[name].clamp(0, LARGEST_MARGIN).sum())
             is_open = bool(lately[best][-1] > 0)
-            used = best if is_open else used
+            if is_open:
+                used = best
             if used is not None:
-                logits = found[used][0][at]
-                expected[at, : len(logits)] = logits
-            given[used, is_open] += 1
+                logits, _ = found[used]
+                # An extended vocabulary has more logits than the base and the other expansions.
+                expected[at, : logits.shape[-1]] = logits[at]
+            seen.add((used, is_open))
         model.set_active(names)
         assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
-    cases = {(None, False), ("code", False), *((name, True) for name in ALL)}
-    assert cases <= given.keys(), given
-    model.set_active(
-        ALL
-    )  # a new piece is open for the expansion that brought it, whatever came before
+
+    cases = {(None, False), ("code", False)}
+    for name in ALL:
+        cases.add((name, True))
+    assert cases <= seen, seen
+
+    # A new token is open for the expansion that brought it, whatever came before.
+    model.set_active(ALL)
     is_new = text[0] >= BASE_TOKENS
-    found = model(text, use_cache=False).logits[0]
-    assert is_new.any() and torch.equal(found[is_new], alone(exports["pieces"], text)[0][is_new])
+    assert is_new.any()
+    found_logits = model(text, use_cache=False).logits[0]
+    expected_logits, _ = alone(exports["pieces"], text)
+    assert torch.equal(found_logits[is_new], expected_logits[is_new])
 
 
 def with_open_ids(folder: Path, name: str, ids: list[int]) -> Path:
@@ -269,47 +282,52 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
 @pytest.mark.full
 @torch.no_grad()
 def test_a_text_that_is_read_in_parts_is_the_whole(model):
-    (tokens, mask), active = prompts(), model.allowed(REQUESTS)
-    whole, cache, parts = (
-        model(tokens, attention_mask=mask, active=active, use_cache=False).logits,
-        None,
-        [],
-    )
+    tokens, mask = prompts()
+    active = model.allowed(REQUESTS)
+    whole = model(tokens, attention_mask=mask, active=active, use_cache=False).logits
+
+    cache = None
+    parts = []
     for start, end in ((0, 6), (6, 7), (7, 12)):
         part = model(
             tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache
         )
         cache = part.past_key_values
         parts.append(part.logits)
-    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], PARITY)
+    is_text = mask.bool()  # logits of padding mean nothing
+    assert_near(torch.cat(parts, 1)[is_text], whole[is_text], PARITY)
 
 
 @pytest.mark.full
 @torch.no_grad()
 def test_an_expansion_costs_from_its_first_token_on_and_preserve_pays_the_base_once(model):
     """Counts the tokens that each path's first layer computes, in a prompt and eight more tokens."""
-    tokens, seen = prompts()[0][1:2], Counter()
-    handles = [
-        part.layers[0].attention.query.register_forward_hook(
-            lambda _, read, __, name=name: seen.update({name: read[0].shape[:-1].numel()})
-        )
-        for name, part in {
-            "base": model,
-            **dict(zip(model.names, model.expansions, strict=True)),
-        }.items()
-    ]
+    tokens = prompts()[0][1:2]
+    expansions = dict(zip(model.names, model.expansions, strict=True))
+    computed: Counter[str] = Counter()
+
+    def count_tokens(name: str, _: Any, read: tuple[torch.Tensor, ...], __: Any) -> None:
+        computed[name] += read[0].shape[:-1].numel()
+
+    handles = []
+    for name, part in {"base": model, **expansions}.items():
+        first_layer = part.layers[0].attention.query
+        handles.append(first_layer.register_forward_hook(partial(count_tokens, name)))
+
     cost = {}
     for names in ((), ("ko",), ("code",)):
         model.set_active(names)
-        gates = [model.expansions[model.names.index(name)].token_gate for name in names]
-        for gate in gates:  # opens everywhere
-            gate.threshold -= 100
+        computed.clear()
+        for name in names:
+            expansions[name].token_gate.threshold -= 100  # opens everywhere
         generate_greedily(model, tokens, new_tokens=9)
-        for gate in gates:
-            gate.threshold += 100
-        cost[names], seen = dict(seen), Counter()
+        for name in names:
+            expansions[name].token_gate.threshold += 100
+        cost[names] = dict(computed)
     for handle in handles:
         handle.remove()
+    # The last of the nine tokens is generated, and not computed. Preserve goes on from what the
+    # base computed of the prompt; Adapt computes all of it again.
     assert cost[()] == {"base": 12 + 8}
     assert cost[("ko",)] == {"base": 12, "ko": 12 + 8}
     assert cost[("code",)] == {"base": 12 + 8, "code": 12 + 8}
@@ -359,9 +377,9 @@ def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tm
     changed = {name for name, value in contents(folder).items() if first.get(name, value) != value}
     assert changed == {"served/config.json", "served/README.md", "served/tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
-    assert only.names == ["ko", "pieces"] and only.active == [
-        "ko"
-    ]  # new pieces too, as the tokenizer may give them
+    # The expansion with new tokens too: the tokenizer may give them.
+    assert only.names == ["ko", "pieces"]
+    assert only.active == ["ko"]
     assert torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
     only(tokens + 10)
 
@@ -411,33 +429,39 @@ def test_frequencies_that_no_folder_holds_are_not_called_missing(exports, tmp_pa
 @pytest.mark.full
 @torch.no_grad()
 def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path):
-    folder, owners = tmp_path / "served", list(TEXTS)
+    folder = tmp_path / "served"
+    owners = list(TEXTS)
     combine(folder, {name: exports[name] for name in ("ko", *owners)})
-    model, served = load_hf_model(folder), load_tokenizer(folder)
-    everything = torch.tensor([served.reference.encode(["".join(TEXTS.values())]).ids.tolist()])
+    model = load_hf_model(folder)
+    served = load_tokenizer(folder)
+
+    def served_ids(text: str) -> list[int]:
+        return served.reference.encode([text]).ids.tolist()
+
+    everything = torch.tensor([served_ids("".join(TEXTS.values()))])
     for name, other in zip(owners, reversed(owners), strict=True):
-        own, others = (model.new_tokens[model.names.index(one)] for one in (name, other))
-        tokens = torch.tensor(
-            [load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()]
-        )
-        columns = torch.tensor([*range(BASE_TOKENS), *own])
+        own_ids = model.new_tokens[model.names.index(name)]
+        other_ids = model.new_tokens[model.names.index(other)]
+        own_tokenizer = load_tokenizer(exports[name])
+        tokens = torch.tensor([own_tokenizer.reference.encode([TEXTS[name]]).ids.tolist()])
         assert (tokens >= BASE_TOKENS).any()
-        assert columns[tokens][0].tolist() == served.reference.encode([TEXTS[name]]).ids.tolist()
+        # The id in the combination of each token of the expansion alone.
+        served_id = torch.tensor([*range(BASE_TOKENS), *own_ids])
+        assert served_id[tokens][0].tolist() == served_ids(TEXTS[name])
+
         model.set_active([name])
-        found, expected = model(columns[tokens]).logits, alone(exports[name], tokens)[0]
-        assert (
-            torch.equal(found[0, :, columns], expected)
-            and (found[..., list(others)] == NEVER).all()
-        )
+        found = model(served_id[tokens]).logits
+        expected, _ = alone(exports[name], tokens)
+        assert torch.equal(found[0, :, served_id], expected)
+        assert (found[..., list(other_ids)] == NEVER).all()
+
+        # With all active, what follows a new token is predicted by the expansion that brought it.
         model.set_active(model.names)
-        after_own = model(everything).logits[
-            0, ((everything >= own.start) & (everything < own.stop))[0]
-        ]
-        assert (
-            len(after_own)
-            and (after_own[:, list(own)] > NEVER).all()
-            and (after_own[:, list(others)] == NEVER).all()
-        )
+        is_own = (everything[0] >= own_ids.start) & (everything[0] < own_ids.stop)
+        after_own = model(everything).logits[0, is_own]
+        assert len(after_own) > 0
+        assert (after_own[:, list(own_ids)] > NEVER).all()
+        assert (after_own[:, list(other_ids)] == NEVER).all()
     combine(folder, {owners[1]: exports[owners[1]]})
     assert load_tokenizer(folder).fingerprint == load_tokenizer(exports[owners[1]]).fingerprint
 

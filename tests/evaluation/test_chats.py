@@ -55,22 +55,24 @@ def model(tmp_path_factory) -> Path:
 def answers() -> list[list[int]]:
     """What transformers writes to each chat alone, without the end; as long as the limit where
     there is none."""
-    library, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(STORIES),
-        AutoTokenizer.from_pretrained(STORIES),
-    )
+    library = AutoModelForCausalLM.from_pretrained(STORIES)
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
     library.generation_config = GenerationConfig()
     found = []
     for asked in ASKED:
-        text = "<s>" + "".join(
-            content + ("</s>" if role == "assistant" else "") for role, content in asked
-        )
+        text = "<s>"
+        for role, content in asked:
+            text += content
+            if role == "assistant":
+                text += "</s>"
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         new = library.generate(
             ids, do_sample=False, max_new_tokens=LIMIT, eos_token_id=list(ENDS), pad_token_id=2
         )
         written = new[0, ids.shape[1] :].tolist()
-        found.append(written[:-1] if written[-1] in ENDS else written)
+        if written[-1] in ENDS:
+            written = written[:-1]
+        found.append(written)
     return found
 
 

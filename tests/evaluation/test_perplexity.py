@@ -94,29 +94,37 @@ def test_only_the_answer_to_a_prompt_is_scored():
 def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
     """The nll of documents in a packed sample, under the document mask, is that of the same
     documents scored alone."""
-    base = (
-        STORIES
-        if has_start
-        else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
-    )
+    base = STORIES
+    if not has_start:
+        base = copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
     tokenizer = load_tokenizer(base)
     chosen = [text[:200] for text in documents(ENGLISH, 3)]
-    encoded = [tokenizer.reference.encode([text]).ids for text in chosen]
-    framed = [
-        np.array([*tokenizer.document_start, *ids, *tokenizer.document_end]) for ids in encoded
-    ]
-    window = np.concatenate([framed[0][-1:], *framed])  # after the end of another document
-    starts = 1 + np.cumsum([0, *map(len, framed)])[:-1] - (not has_start)
+    text_tokens = 0
+    framed = []
+    for text in chosen:
+        ids = tokenizer.reference.encode([text]).ids
+        text_tokens += len(ids)
+        framed.append(np.array([*tokenizer.document_start, *ids, *tokenizer.document_end]))
+
+    # Packed after the end of another document, which is the first token of the window. Without a
+    # start token a document begins with the end of the one before it.
+    window = np.concatenate([framed[0][-1:], *framed])
+    starts = 1 + np.cumsum([0, *map(len, framed)])[:-1]
+    if not has_start:
+        starts -= 1
     sample = pack(window, starts, len(window) + 2, padding=0, begins_with_end=not has_start)
-    tokens, targets, positions, ids, _ = (torch.from_numpy(tensor)[None] for tensor in sample)
-    nll = unwidened(open_base(base))(tokens, targets, positions, Documents.of(ids)).nll.detach()
+    tokens, targets, positions, document_ids, _ = (torch.from_numpy(part)[None] for part in sample)
+    in_documents = Documents.of(document_ids)
+    nll = unwidened(open_base(base))(tokens, targets, positions, in_documents).nll.detach()
+
     is_text = (targets != IGNORED) & (targets != tokenizer.document_end[-1])
     found = score_folder(base, {"x": chosen})["x"]
-    assert found.tokens == int(is_text.sum()) == sum(map(len, encoded))
+    assert found.tokens == int(is_text.sum()) == text_tokens
     # fp32: two attention kernels, sums over some hundred tokens
     assert found.nll_per_token * found.tokens == pytest.approx(float(nll[is_text].sum()), rel=1e-5)
     other = score_folder(base, {"x": chosen}, prefix="none")["x"]
-    assert other.tokens == found.tokens - len(chosen) and other.bytes < found.bytes
+    assert other.tokens == found.tokens - len(chosen), "the first token of each is not predicted"
+    assert other.bytes < found.bytes
     assert abs(other.nll_per_token - found.nll_per_token) > 1e-3
 
 

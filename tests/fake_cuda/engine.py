@@ -54,9 +54,15 @@ def start_ranks() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
+    def device_name(index: int | None = None) -> str:
+        if index is None:
+            return "cuda"
+        return f"cuda:{index}"
+
+    # It compares numbers with those of other ranks, which do not exist.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     accelerator = get_accelerator()
-    accelerator.device_name = lambda index=None: "cuda" if index is None else f"cuda:{index}"
+    accelerator.device_name = device_name
     accelerator.current_device_name = lambda: str(DEVICE)
     accelerator.device = lambda index=None: DEVICE
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # torch's broadcast asks for it
@@ -69,7 +75,9 @@ def traced(case: str) -> Faults:
     from pipeline.training.engine import Engine
 
     zero, method, *optimizer = case.split("/")
-    changes = {"schedule__optimizer": optimizer[0]} if optimizer else {}
+    changes = {}
+    if optimizer:
+        changes["schedule__optimizer"] = optimizer[0]
     config = run_config(Path(tempfile.mkdtemp()), zero, method, LAYOUT, **changes)
     spec = read_spec(config.base)
     faults = Faults()

@@ -263,27 +263,20 @@ def test_planted_faults_are_seen_with_their_line(trace):
         "adapt/hosted llama/export/static/gate/planted_wait/planted_host_tensor",
     )
     host, wait, experts, shared, export = found.values()
-    assert any("pipeline/scale_math.py" in fault for fault in host), host
-    assert any(
-        "pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait
-    ), wait
+    check_has(host, "pipeline/scale_math.py")
+    check_has(wait, "pipeline/model/decoder.py", "embedding_scale")
     # Experts whose widths no grouped product takes are multiplied one by one, and the host waits
     # for their counts.
-    assert any(
-        "pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts
-    ), experts
+    check_has(experts, "pipeline/parallel/experts.py", ".tolist()")
     # The number of rows of a rank's experts is known to the device alone, unless they are padded.
-    assert any(
-        "pipeline/parallel/expert_rows.py" in fault and "int(ends[-1])" in fault for fault in shared
-    ), shared
-    exported = "pipeline/hf/remote_code"
-    assert any(
-        f"{exported}/modeling_scale_hosted.py" in fault and "if index ==" in fault
-        for fault in export
-        if fault.startswith("the host waits")
-    ), export
-    assert any(
-        f"{exported}/scale_layer.py" in fault
-        for fault in export
-        if "takes a tensor of the host" in fault
-    ), export
+    check_has(shared, "pipeline/parallel/expert_rows.py", "int(ends[-1])")
+
+    waits = [fault for fault in export if fault.startswith("the host waits")]
+    check_has(waits, "pipeline/hf/remote_code/modeling_scale_hosted.py", "if index ==")
+    host_tensors = [fault for fault in export if "takes a tensor of the host" in fault]
+    check_has(host_tensors, "pipeline/hf/remote_code/scale_layer.py")
+
+
+def check_has(faults: list[str], *parts: str) -> None:
+    """One of the faults has all these parts."""
+    assert any(all(part in fault for part in parts) for fault in faults), (parts, faults)

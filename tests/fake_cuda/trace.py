@@ -41,12 +41,11 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 from transformers.initialization import no_init_weights
 
 from pipeline.config.base import BaseCode, GradientPrecision
-from pipeline.config.method import Lora
+from pipeline.config.method import Lora, Method
 from pipeline.config.schedule import Schedule
 from pipeline.conversion.hosted_export import config_entries
 from pipeline.gating.gate import FittedGate
@@ -73,7 +72,7 @@ from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins
-from tests.widened import METHODS, SEED, Watched, scale_settings
+from tests.widened import METHODS, SEED, Watched, scale_settings, tensors
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = Path(transformers.__file__).parent
@@ -155,32 +154,28 @@ def spec_of(case: Case) -> DecoderSpec:
     with tempfile.TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
         spec = read_spec(Path(folder), code)
-    return replace(spec, new_tokens=NEW_TOKENS) if "new_tokens" in case.options else spec
+    if "new_tokens" in case.options:
+        spec = replace(spec, new_tokens=NEW_TOKENS)
+    return spec
 
 
 def build(case: Case, spec: DecoderSpec) -> CausalDecoder:
     """The model as the engine builds it, in bf16, or in fp32 for which other kernels run."""
-    recomputed = next(
-        (kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none"
-    )
+    recomputed = "none"
+    for kind in get_args(ActivationCheckpointing):
+        if kind in case.options:
+            recomputed = kind
     dtype = torch.float32 if "fp32" in case.options else torch.bfloat16
-    own: dict[str, Any] = {}
-    for option, settings in OWN_WEIGHTS.items():
-        if option in case.options:
-            own |= settings
-    method = METHODS[case.method]
-    if own and case.method == "lora":
-        method = Lora(name="lora", rank=2, alpha=4, **own)
-    elif own:
-        first_layer = {"own_first_layer": 1} if case.method == "preserve" else {}
-        method = scale_settings(case.method, **own, **first_layer)
-    own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
+    own_tokens = None
+    if "own rows" in case.options:
+        own_tokens = tuple(range(0, spec.vocab_size, 2))
     tp = SINGLE
     if "shared experts" in case.options:
         ranks = imagined_expert_ranks(2, Counter(), padded="counted" not in case.options)
         tp = TensorParallel(expert_parallel=ranks)
     with DEVICE, default_dtype(dtype):
-        model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, tp, recomputed)
+        method = method_for(method_settings(case), Path("unread"), SEED, own_tokens)
+        model = method.build(spec, tp, recomputed)
         for kept in get_args(KeptResults):
             if f"keeps {kept}" in case.options:
                 model.kept_results = kept
@@ -190,6 +185,22 @@ def build(case: Case, spec: DecoderSpec) -> CausalDecoder:
         if "kl" in case.options and case.method == "fft":
             model.add_reference()
     return model
+
+
+def method_settings(case: Case) -> Method:
+    """The settings of a case's method, with what its open tokens have of their own."""
+    own: dict[str, Any] = {}
+    for option, settings in OWN_WEIGHTS.items():
+        if option in case.options:
+            own |= settings
+    if not own:
+        return METHODS[case.method]
+    if case.method == "lora":
+        return Lora(name="lora", rank=2, alpha=4, **own)
+    if case.method == "preserve":
+        # Own weights begin with the collaborative layers, of which Preserve has none.
+        own["own_first_layer"] = 1
+    return scale_settings(case.method, **own)
 
 
 def recipe_of(case: Case) -> Fp8Recipe:
@@ -212,8 +223,9 @@ def step(model: CausalDecoder, optimizer: torch.optim.Optimizer, case: Case) -> 
     if "whole rows" not in case.options:
         # Two documents a row. Batches are packed on the host, where these numbers are known.
         documents = Documents(torch.zeros_like(tokens), starts, (2,) * ROWS)
-    rehearsed = 1 if "kl" in case.options else 0
-    losses = model(tokens, tokens, positions, documents, rehearsed, rehearsed)
+    # How many sequences train by KL, and on how many the base runs.
+    kl_sequences = 1 if "kl" in case.options else 0
+    losses = model(tokens, tokens, positions, documents, kl_sequences, kl_sequences)
     losses.total.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -417,7 +429,8 @@ class Faults:
     ) -> None:
         """One operation of torch, as `Watched` shows it; `where` is the line that called it, if it
         is not where we are."""
-        if any(tensor.device.type == "cuda" for tensor in (*taken, *made)):
+        on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
+        if on_device:
             self.operations += 1
         # A number on the host is part of a kernel's arguments, and of an empty tensor there is
         # nothing to copy: transformers' caches begin with one.
@@ -425,12 +438,11 @@ class Faults:
         for tensor in taken:
             if tensor.device.type == "cpu" and tensor.dim() > 0 and tensor.numel() > 0:
                 on_host.append(tensor)
-        on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
         if on_host and on_device:
             self.add(f"{operation} takes a tensor of the host", where=where)
-        if any(tensor.device.type == "cpu" for tensor in made) and any(
-            t.device.type == "cuda" for t in taken
-        ):
+        takes_from_device = any(tensor.device.type == "cuda" for tensor in taken)
+        makes_on_host = any(tensor.device.type == "cpu" for tensor in made)
+        if takes_from_device and makes_on_host:
             self.add(f"{operation} copies to the host", where=where)
         has_pairs = any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made)
         if has_pairs and not self.masks_of_pairs:
@@ -439,18 +451,14 @@ class Faults:
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """A compiler that looks at each operation of a layer's graph, forward or backward."""
         for node in graph.graph.nodes:
-            if node.op == "call_function":
-                taken = [given.meta.get("val") for given in node.all_input_nodes]
-                made = tree_leaves(node.meta.get("val"))
-                where = last_line(node.meta.get("stack_trace") or "")
-                if node.target is torch.ops.aten._local_scalar_dense.default:
-                    self.add("the host waits for a value", where=where)
-                self.look(
-                    node.target,
-                    [value for value in taken if isinstance(value, Tensor)],
-                    [value for value in made if isinstance(value, Tensor)],
-                    where,
-                )
+            if node.op != "call_function":
+                continue
+            taken = tensors([given.meta.get("val") for given in node.all_input_nodes])
+            made = tensors(node.meta.get("val"))
+            where = last_line(node.meta.get("stack_trace") or "")
+            if node.target is torch.ops.aten._local_scalar_dense.default:
+                self.add("the host waits for a value", where=where)
+            self.look(node.target, taken, made, where)
         return make_boxed_func(graph.forward)
 
     def add(
@@ -467,12 +475,12 @@ class Faults:
             return
         stack = traceback.extract_stack() if frames is None else frames
         makes_pairs = what.endswith("pairs of tokens")
-        ours = [frame for frame in stack if _is_ours(frame.filename)]
-        if makes_pairs and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
-            return
         last = None
-        for frame in stack:
-            if _is_ours(frame.filename) or (self.names_library and _is_library(frame.filename)):
+        for frame in stack:  # the innermost call comes last
+            is_ours = _is_ours(frame.filename)
+            if is_ours and makes_pairs and frame.name in _SEEN_ON_A_GPU:
+                return
+            if is_ours or (self.names_library and _is_library(frame.filename)):
                 last = frame
         if last is None:
             self.found.append(f"{what}: no line of the project")

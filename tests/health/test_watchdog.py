@@ -142,11 +142,21 @@ def killed(how: signal.Signals) -> None:
 
 
 def disturbed(rank: int, disturb: Callable[[], None], phases: Phases) -> None:
-    steps(phases, lambda: disturb() if dist.get_rank() == rank else None)
+    def disturb_this_rank() -> None:
+        if dist.get_rank() == rank:
+            disturb()
+
+    steps(phases, disturb_this_rank)
 
 
 def agreed_fault(phases: Phases) -> None:
-    steps(phases, lambda: run_on_all_ranks(lambda: users_fault() if dist.get_rank() == 2 else None))
+    """A fault of one rank, which all ranks raise together."""
+
+    def fault_on_last_rank() -> None:
+        if dist.get_rank() == RANKS - 1:
+            users_fault()
+
+    steps(phases, lambda: run_on_all_ranks(fault_on_last_rank))
 
 
 def all_slow(phases: Phases) -> None:
@@ -187,15 +197,19 @@ def ends_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[End]]]:
         scenario, limits, _ = SCENARIOS[name]
         return start(scenario, folders[name], limits)
 
+    def ended(name: str, ranks: list[ForkServerProcess]) -> list[End]:
+        _, _, stopped_rank = SCENARIOS[name]
+        return await_ends(ranks, folders[name], stopped_rank)
+
     running = {name: started(name) for name in [*SCENARIOS][:TOGETHER]}
-    ends = {
-        name: await_ends(ranks, folders[name], SCENARIOS[name][2])
-        for name, ranks in running.items()
-    }
-    return lambda name: (
-        folders[name],
-        ends.get(name) or await_ends(started(name), folders[name], SCENARIOS[name][2]),
-    )
+    ends = {name: ended(name, ranks) for name, ranks in running.items()}
+
+    def ends_of_scenario(name: str) -> tuple[Path, list[End]]:
+        if name in ends:
+            return folders[name], ends[name]
+        return folders[name], ended(name, started(name))
+
+    return ends_of_scenario
 
 
 @pytest.mark.parametrize("scenario", ["nothing", "all slow"])

@@ -95,6 +95,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state_size": 8, "time_step_rank": 4}),
 }
 
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+}
+"""A kind with a window in every layer, so that a cache of fixed size is as short as the window."""
+
 PARTLY_FP32: dict[str, tuple[str, dict[str, Any]]] = {
     # Experts of multiples of 32 channels, as its 4 bits need them; attention sinks.
     "gpt_oss": (
@@ -143,12 +148,12 @@ def gemma3_config() -> PretrainedConfig:
 def hosted_config(name: str) -> PretrainedConfig:
     if name == "gemma3":
         return gemma3_config()
-    model_type, changes = (KINDS | PARTLY_FP32)[name]
+    model_type, changes = (KINDS | WINDOWED | PARTLY_FP32)[name]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **changes})
 
 
 def save_hosted(name: str, folder: Path) -> Path:
-    """Writes a base of `KINDS` or `PARTLY_FP32`, or `gemma3`, to `folder`, with the tokenizer of
+    """Writes a base of these kinds, or `gemma3`, to `folder`, with the tokenizer of
     stories260K."""
     random_model(hosted_config(name)).save_pretrained(folder)
     return copy_tokenizer(folder)

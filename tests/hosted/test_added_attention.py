@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.hf.remote_code.scale_hosted_blocks import HostedInputs, _visible
-from pipeline.hf.remote_code.scale_layer import ScaleRotary
+from pipeline.hf.remote_code.modeling_scale_hosted import check_padding
+from pipeline.hf.remote_code.scale_hosted_blocks import HostedInputs
+from pipeline.hf.remote_code.scale_rotary import ScaleRotary
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 9, 8
 PADDING = {
@@ -37,12 +38,20 @@ def _heads(past: int, length: int):
     return query, key, torch.randn_like(key)
 
 
-def _expected(query, key, value, past: int, known, documents=None):
-    """By a mask of all pairs of tokens."""
-    place = torch.arange(key.shape[2])
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=_visible(place, past, known, documents)
-    )
+def _expected(query, key, value, past: int, known=None, documents=None):
+    """By a mask of all pairs of tokens, said one by one."""
+    length = query.shape[2]
+    mask = torch.zeros(BATCH, 1, length, past + length, dtype=torch.bool)
+    for row in range(BATCH):
+        for token in range(length):
+            for other in range(past + length):
+                is_before = other <= past + token
+                is_text = known is None or bool(known[row, other])
+                is_together = documents is None or documents[token] == documents[other]
+                # Padding sees itself: a row of a softmax must not be empty.
+                is_itself = other == past + token
+                mask[row, 0, token, other] = is_itself or (is_before and is_text and is_together)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 @pytest.mark.parametrize("kind", PADDING)
@@ -81,9 +90,39 @@ def test_tokens_attend_to_all_before_them(past, length, padded):
 def test_positions_that_begin_again_are_another_document():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(BATCH, -1)
     inputs = _inputs(LENGTH, 0, None, positions)
-    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
     heads = _heads(0, LENGTH)
     found = inputs.attended(*heads)
-    torch.testing.assert_close(found, _expected(*heads, 0, None, documents))
-    without = _expected(*heads, 0, None)
+    expected = _expected(*heads, 0, documents=[0, 0, 0, 0, 1, 1, 1, 1, 1])
+    torch.testing.assert_close(found, expected)
+    without = _expected(*heads, 0)
     assert (found - without)[:, :, 4:].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", PADDING)
+def test_a_text_does_not_see_what_follows(kind):
+    mask = torch.tensor(PADDING[kind])
+    inputs = _inputs(LENGTH, 0, mask)
+    query, key, value = _heads(0, LENGTH)
+    found = inputs.attended(query, key, value)
+    later = slice(LENGTH - 3, None)
+    key[:, :, later] += 1
+    value[:, :, later] += 1
+    changed = inputs.attended(query, key, value)
+    is_text = mask.bool()[:, None, :, None].expand_as(found).clone()
+    is_text[:, :, later] = False
+    assert torch.equal(found[is_text], changed[is_text])
+    assert not torch.equal(found, changed)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(BATCH, 1, LENGTH, LENGTH).tril().bool(),
+        torch.zeros(BATCH, 1, LENGTH, LENGTH),
+        {"full_attention": None},
+    ],
+    ids=["of pairs", "to be added", "by kind of layer"],
+)
+def test_a_mask_of_pairs_is_refused(mask):
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[B, T\]"):
+        check_padding(mask)

@@ -30,7 +30,17 @@ from tests.hosted.test_gate import ADAPT
 from tests.training.runs import in_turn, make_run, train, write_config
 from tests.widened import some_tokens
 
-KINDS = ["llama", "granite", "gemma2", "deepseek_v3", "phi", "gpt2", "qwen3_next", "mamba"]
+KINDS = [
+    "llama",
+    "granite",
+    "gemma2",
+    "starcoder2",
+    "deepseek_v3",
+    "phi",
+    "gpt2",
+    "qwen3_next",
+    "mamba",
+]
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -181,13 +191,30 @@ def test_generation_is_that_without_a_cache(kind, beams, exports):
     assert torch.equal(with_cache, without)
 
 
-def test_a_static_cache_generates_the_same(exports):
-    model = loaded(exports("llama", None))
-    prompt = some_tokens(opened_spec(model), 2, 9)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+@pytest.mark.parametrize("kind", ["llama", "starcoder2", "gemma2"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_generates_the_same(kind, padded, exports):
+    model = loaded(exports(kind, None))
+    # Longer than the windows of those that have some.
+    prompt = some_tokens(opened_spec(model), 2, 13)
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[0, :4] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     cache = StaticCache(config=model.base.config, max_cache_len=32)
     found = model.generate(prompt, past_key_values=cache, disable_compile=True, **options)
-    assert torch.equal(found, model.generate(prompt, **options))
+    expected = model.generate(prompt, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for scores, of_growing in zip(found.scores, expected.scores, strict=True):
+        torch.testing.assert_close(scores, of_growing, **NEAR)
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma2", "phi", "gpt2"])

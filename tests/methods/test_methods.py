@@ -81,27 +81,23 @@ def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path
     assert torch.equal(model.logits(tokens), expected)
     assert torch.equal(model.logits(tokens, path="base"), expected)
 
-    trained = {key for key, _ in named_trained_parameters(model)}
-    assert trained == {key for key, _ in model.named_parameters() if is_trained(method, key)}
-    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(
-        [parameter for _, parameter in named_trained_parameters(model)], lr=1e-2
-    )
+    trained = dict(named_trained_parameters(model))
+    before = {}
+    for key, parameter in model.named_parameters():
+        assert (key in trained) == is_trained(method, key), key
+        before[key] = parameter.detach().clone()
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     losses = []
-    for _ in range(
-        4
-    ):  # blocks at zero feed blocks at zero: the innermost changes in the fourth step
+    # Blocks at zero feed blocks at zero: the innermost changes in the fourth step.
+    for _ in range(4):
         loss, *_ = model(*some_batch(model.spec, 2, 24))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    moved = {
-        key
-        for key, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[key])
-    }
-    assert moved == trained
+    for key, parameter in model.named_parameters():
+        has_changed = not torch.equal(parameter, before[key])
+        assert has_changed == (key in trained), key
     assert losses[-1] < losses[0]
     assert not torch.equal(model.logits(tokens), expected)
     # Where the base itself does not train, it can still be run.
@@ -117,12 +113,10 @@ def test_llama_pro_copies_the_block_below(base, method, copies):
     assert model.added_layers == copies.keys()
     for copied, original in copies.items():
         for name, parameter in model.layers[copied].named_parameters():
-            zeroed = name.startswith(("attention.output.", "ffn.down."))
-            expected = (
-                torch.zeros_like(parameter)
-                if zeroed
-                else model.layers[original].get_parameter(name)
-            )
+            expected = model.layers[original].get_parameter(name)
+            if name.startswith(("attention.output.", "ffn.down.")):
+                # What the block adds to the residual stream starts at zero.
+                expected = torch.zeros_like(parameter)
             assert torch.equal(parameter, expected), name
 
 

@@ -3,7 +3,7 @@ allocates."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -45,17 +45,19 @@ lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 @given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 4))
 def test_starts_are_where_documents_begin(rows, some):
-    length = max(map(sum, rows))
-    rows = [[*row, *([length - sum(row)] if sum(row) < length else [])] for row in rows]
+    row_length = max(map(sum, rows))
+    # Rows of a batch are equally long: shorter ones get one more document.
+    rows = [row if sum(row) == row_length else [*row, row_length - sum(row)] for row in rows]
+    all_lengths = list(chain.from_iterable(rows))
     documents = documents_of(rows)
-    flat = [of_document for row in rows for of_document in row]
-    assert [stop - start for start, stop in pairwise(documents.starts.tolist())] == flat
+    assert [stop - start for start, stop in pairwise(documents.starts.tolist())] == all_lengths
     assert documents.per_row == tuple(map(len, rows))
     some = min(some, len(rows))
     first = documents.first_rows(some)
     if some:
         again = documents_of(rows[:some])
-        assert torch.equal(first.ids, again.ids) and torch.equal(first.starts, again.starts)
+        assert torch.equal(first.ids, again.ids)
+        assert torch.equal(first.starts, again.starts)
         assert first.per_row == again.per_row
 
 
@@ -126,34 +128,33 @@ def varlen_on_the_cpu():
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_agree(layout, heads, window, scale, softcap, varlen_on_the_cpu):
-    documents, inputs, head_dim = (
-        documents_of(LAYOUTS[layout]),
-        heads_of(*HEADS[heads]),
-        HEADS[heads][2],
-    )
+    documents = documents_of(LAYOUTS[layout])
+    inputs = heads_of(*HEADS[heads])
+    _, _, head_dim = HEADS[heads]
 
     def literal(query, key, value):
         scaled = query if scale is None else query * scale * head_dim**0.5
         return literal_attention(scaled, key, value, documents.ids, window, softcap)
 
-    expected, options = (
-        results(literal, inputs),
-        {"window": window, "scale": scale, "softcap": softcap},
-    )
+    expected = results(literal, inputs)
+    options = {"window": window, "scale": scale, "softcap": softcap}
     kernels = {"masked": attention_kernel(documents, CPU, torch.float32, head_dim, **options)}
     if layout == "one document" and window is None:
         kernels["causal"] = attention_kernel(None, CPU, torch.float32, head_dim, scale=scale)
     for name, kernel in kernels.items():
         for found, wanted in zip(results(kernel, inputs), expected, strict=True):
-            assert_near(
-                found, wanted, BOUND, name, scale=expected[0]
-            )  # one token in a window: gradients of nothing
-    of_gpus = [
-        FlexAttention(_block_mask(documents.ids, window), scale, softcap)
-    ]  # no backward pass on the CPU
-    of_gpus += [VarlenAttention(documents.starts, window, scale)] if softcap is None else []
+            # Of the heads' size: with one token in a window, gradients of scores are zero.
+            assert_near(found, wanted, BOUND, name, scale=expected[0])
+
+    # The kernels of GPUs, which have no backward pass on the CPU.
+    of_gpus = [FlexAttention(_block_mask(documents.ids, window), scale, softcap)]
+    if softcap is None:
+        of_gpus.append(VarlenAttention(documents.starts, window, scale))
+    detached = [heads_of_kind.detach() for heads_of_kind in inputs]
     for kernel in of_gpus:
-        assert_near(kernel(*(heads.detach() for heads in inputs)), expected[0], BOUND)
+        assert_near(kernel(*detached), expected[0], BOUND)
+
+    # Attention that ignores documents and windows gives something else.
     crossing = CausalAttention()(*inputs)
     assert "causal" in kernels or (crossing - expected[0]).abs().max() > 0.1
 

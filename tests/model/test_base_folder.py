@@ -84,28 +84,29 @@ def test_several_files_load_as_one(base, sharded):
 def test_shards_of_every_weight_make_up_the_whole_and_any_rows_can_be_read(base, name, tp_size):
     folder = base(name)
     whole = dict(unwidened(folder).named_parameters())
-    shards, generator = [], torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    shards = []
     for rank in range(tp_size):
         tp = TensorParallel(rank=rank, size=tp_size)
         model = Decoder(folder.spec, tp=tp)
         load_base(model, folder, tp)
-        shards.append(dict(model.named_parameters()))
-        for parameter, shard in shards[-1].items():
+        of_rank = dict(model.named_parameters())
+        shards.append(of_rank)
+        for parameter, shard in of_rank.items():
             first, stop = sorted(torch.randperm(len(shard) + 1, generator=generator)[:2].tolist())
             rows = folder.read(parameter, partition_of(shard), rank, tp_size, rows=(first, stop))
             assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
-    inner = (
-        "layers.0.ffn.base.experts.up.weight"
-        if name == "qwen3_moe"
-        else "layers.0.ffn.up.base.weight"
-    )
+
+    # The inner width is split: no rank has all of it, as merging replicas would not show.
+    inner = "layers.0.ffn.up.base.weight"
+    if name == "qwen3_moe":
+        inner = "layers.0.ffn.base.experts.up.weight"
     assert sum(shard[inner].numel() for shard in shards) == whole[inner].numel()
     for parameter, full in whole.items():
         partition = partition_of(shards[0][parameter])
         size = 0 if partition.dim is None else full.shape[partition.dim]
-        assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), (
-            parameter
-        )
+        merged = merge([of_rank[parameter] for of_rank in shards], partition, size)
+        assert torch.equal(merged, full), parameter
 
 
 CONFIG_FAULTS = {

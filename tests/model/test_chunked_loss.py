@@ -97,31 +97,39 @@ def test_experts_are_balanced_as_transformers_does_in_each_sequence(base, name):
 @pytest.mark.parametrize("method", LOSSES)
 def test_the_logits_of_a_batch_are_never_held(base, method, monkeypatch):
     model = model_of(base("llama"), method)
-    vocab_size, chunk = model.spec.vocab_size, 16
+    vocab_size = model.spec.vocab_size
+    chunk = 16  # rows of logits at a time, of 128 in the batch
     monkeypatch.setattr(output, "CHUNK_ELEMENTS", chunk * vocab_size)
-    saved, tallest = [], [0]
+    heights = []
+    saved_shapes = []
 
     def look(operation, taken, made):
-        logits = (tensor for tensor in made if tensor.dim() and tensor.shape[-1] == vocab_size)
-        tallest.extend(tensor.numel() // vocab_size for tensor in logits)
+        for tensor in made:
+            if tensor.dim() > 0 and tensor.shape[-1] == vocab_size:
+                heights.append(tensor.numel() // vocab_size)
+
+    def save(tensor):
+        saved_shapes.append(tensor.shape)
+        return tensor
 
     with (
         Watched(look),
-        torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda t: t
-        ),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
     ):
         model(*some_batch(model.spec, 2, 64))[0].backward()
-    # Hidden widths among the rows of W: [V, D].T has V columns and D rows.
-    assert chunk <= max(tallest) <= max(chunk, model.spec.widths.hidden_size)
-    assert saved
-    assert not [shape for shape in saved if vocab_size in shape[1:]]
+    # Not only logits have V columns: [V, D].T, the transposed output projection, has D rows.
+    assert chunk <= max(heights) <= max(chunk, model.spec.widths.hidden_size)
+    assert saved_shapes
+    for shape in saved_shapes:
+        # The output projection itself is saved: its first dimension is V.
+        assert vocab_size not in shape[1:], "logits are kept for the backward pass"
 
 
 @pytest.mark.parametrize("method", LOSSES)
 def test_sixteen_bit_gradients_follow_the_exact_ones(base, method):
     """The weights' gradients are summed in fp32: a sum in sixteen bits would stop growing."""
-    exact, rounded = model_of(base("llama"), method), model_of(base("llama"), method).bfloat16()
+    exact = model_of(base("llama"), method)
+    rounded = model_of(base("llama"), method).bfloat16()
     batch = some_batch(exact.spec, 2, 24)
     exact(*batch)[0].backward()
     total, nll, *_ = rounded(*batch)

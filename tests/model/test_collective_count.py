@@ -25,11 +25,18 @@ from tests.widened import scale_settings, some_batch, trained_gradients, unwiden
 pytestmark = pytest.mark.full
 
 TOKENS = 2 * 24
-D, U, LAYERS, HEAD_DIM = 32, 12, 3, 8
-BASE, BOTH, UP = TOKENS * D, TOKENS * (D + U), TOKENS * U
-# Of each token, the largest logit; then its normaliser and its target's logit; and the router's
-# three sums.
-LOSS, ROUTER = [TOKENS, 2 * TOKENS], [3 * TOKENS]
+D = 32
+U = 12
+LAYERS = 3
+HEAD_DIM = 8
+# The streams of all tokens: the base's, both, the expansion's.
+BASE = TOKENS * D
+BOTH = TOKENS * (D + U)
+UP = TOKENS * U
+LOSS = [TOKENS, 2 * TOKENS]
+"""Of each token the largest logit; then its normaliser and its target's logit."""
+ROUTER = [3 * TOKENS]
+"""Of each token the three sums of a cosine similarity."""
 ONE_KV_HEAD = {"expansion": {"hidden_size": U, "intermediate_size": 8, "num_attention_heads": 2}}
 RANK = 2
 OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": RANK}
@@ -43,7 +50,11 @@ SETTINGS = {
     "replicated": scale_settings("adapt", l_fp=1, **ONE_KV_HEAD),
     "own weights": scale_settings("adapt", l_fp=1, **OWN),
 }
-ALL_REDUCE, GATHER, SCATTER = "allreduce", "allgather_base", "reduce_scatter_base"
+ALL_REDUCE = "allreduce"
+GATHER = "allgather_base"
+SCATTER = "reduce_scatter_base"
+FORWARD = 0
+BACKWARD = 1
 Sent = dict[str, tuple[list[int], list[int]]]
 """By collective, the lengths of a forward and of a backward pass."""
 
@@ -70,33 +81,34 @@ def messages_of_rank(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
         with Messages() as backward:
             loss.backward()
         assert trained_gradients(model)
-        collectives = {name for name, *_ in forward.sent + backward.sent}
-        seen[method] = {
-            name: (lengths(forward, name), lengths(backward, name)) for name in collectives
-        }
+        seen[method] = {}
+        for collective in {name for name, *_ in forward.sent + backward.sent}:
+            both = (lengths(forward, collective), lengths(backward, collective))
+            seen[method][collective] = both
     return seen
 
 
 def lengths(messages: Messages, collective: str) -> list[int]:
     """In elements, the longer of what is given and got."""
-    return [
-        length // torch.float32.itemsize for name, length, _ in messages.sent if name == collective
-    ]
+    elements = []
+    for name, sent_bytes, _ in messages.sent:
+        if name == collective:
+            elements.append(sent_bytes // torch.float32.itemsize)
+    return elements
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
 def messages(request, base):
     """The messages of each method, which every rank must have sent alike."""
-    whole, split = (of_all_ranks(base(request.param).path, choice) for choice in (False, True))
-    assert all(sent.keys() == {ALL_REDUCE} for sent in whole.values()), (
-        "another collective than all-reduce"
-    )
-    assert all(sent.keys() == {ALL_REDUCE, GATHER, SCATTER} for sent in split.values())
-    return Sendings(
-        {method: sent[ALL_REDUCE] for method, sent in whole.items()},
-        split,
-        base(request.param).spec.parallel_residual,
-    )
+    llama_or_neox = base(request.param)
+    whole = of_all_ranks(llama_or_neox.path, sequence_parallel=False)
+    split = of_all_ranks(llama_or_neox.path, sequence_parallel=True)
+    for sent in whole.values():
+        assert sent.keys() == {ALL_REDUCE}, "another collective than all-reduce"
+    for sent in split.values():
+        assert sent.keys() == {ALL_REDUCE, GATHER, SCATTER}
+    all_reduced = {method: sent[ALL_REDUCE] for method, sent in whole.items()}
+    return Sendings(all_reduced, split, llama_or_neox.spec.parallel_residual)
 
 
 def of_all_ranks(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
@@ -156,20 +168,22 @@ def test_own_weights_send_their_input_rows_and_the_gradients_of_what_is_replicat
 @pytest.mark.parametrize("method", SETTINGS)
 def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, method):
     """A reduce-scatter on leaving a region and an all-gather on entering the next; backward the
-    other
-    way round.
+    other way round.
 
     Between embedding and output projection there are as many entrances as exits. Route leaves the
     embedding once and enters the output projection twice; there one of the two base streams has no
     gradient. The own rows of the input are gathered by no region of their own, and x has no
     gradient below them.
     """
-    whole, split = messages.whole[method], messages.split[method]
-    of_regions = [
-        [length for length in sent if length >= UP and length not in [*LOSS, *ROUTER, OWN_ROWS]]
-        for sent in whole
-    ]
-    assert [sorted(sent) for sent in split[SCATTER]] == [sorted(sent) for sent in of_regions]
-    more = {"route": (BOTH, -UP), "own weights": (-BASE, 0)}.get(method, (0, 0))
-    totals = [sum(sent) + extra for sent, extra in zip(of_regions, more, strict=True)]
-    assert [sum(sent) for sent in split[GATHER]] == totals
+    split = messages.split[method]
+    # What is gathered more than scattered, in elements.
+    more_gathered = {"route": (BOTH, -UP), "own weights": (-BASE, 0)}.get(method, (0, 0))
+    for direction in (FORWARD, BACKWARD):
+        # Streams of all tokens: not the sums of the loss and the router, nor replicated gradients.
+        of_regions = []
+        for length in messages.whole[method][direction]:
+            if length >= UP and length not in [*LOSS, *ROUTER, OWN_ROWS]:
+                of_regions.append(length)
+        assert sorted(split[SCATTER][direction]) == sorted(of_regions)
+        gathered = sum(of_regions) + more_gathered[direction]
+        assert sum(split[GATHER][direction]) == gathered

@@ -78,10 +78,8 @@ def test_positions_are_gathered_on_entry_and_their_sums_scattered_on_leaving(siz
     """Forward as backward: what is gathered one way is summed and scattered the other."""
     ranks = run_ranks(enter_and_leave_with_positions_split, size)
     gradient = sum(some_streams(1 + rank)[0] for rank in range(size))
-    sums = [
-        sum(partials)
-        for partials in zip(*(some_streams(10 + rank) for rank in range(size)), strict=True)
-    ]
+    partials = [some_streams(10 + rank) for rank in range(size)]
+    sums = [sum(of_ranks) for of_ranks in zip(*partials, strict=True)]
     for rank, seen in enumerate(ranks):
         for found, expected in zip(seen["entered"], some_streams(0), strict=True):
             assert torch.equal(found, expected)

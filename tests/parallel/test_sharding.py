@@ -47,20 +47,18 @@ def split_tensors(draw):
 def test_merge_undoes_split_and_neighbours_hold_the_replicas(case):
     tensor, partition, tp_size = case
     shards = [split(tensor, partition, rank, tp_size) for rank in range(tp_size)]
-    size, replicas = (
-        0 if partition.dim is None else tensor.shape[partition.dim],
-        partition.replicas(tp_size),
-    )
+    size = 0 if partition.dim is None else tensor.shape[partition.dim]
+    replicas = partition.replicas(tp_size)
     assert torch.equal(merge(shards, partition, size), tensor)
-    assert {tuple(shard.shape) for shard in shards} == {
-        local_shape(tensor.shape, partition, tp_size)
-    }
     for rank, shard in enumerate(shards):
+        assert tuple(shard.shape) == local_shape(tensor.shape, partition, tp_size)
         assert torch.equal(shard, shards[rank - rank % replicas])
-    counts = torch.bincount(
-        torch.cat([shard.flatten() for shard in shards]), minlength=tensor.numel() + 1
-    )
-    assert (counts[1:] == replicas).all() and (counts[0] == 0 or partition.padded)
+
+    # The tensor's numbers are 1, 2, 3...: each is held by as many ranks, and 0 is padding.
+    held = torch.cat([shard.flatten() for shard in shards])
+    counts = torch.bincount(held, minlength=tensor.numel() + 1)
+    assert (counts[1:] == replicas).all()
+    assert counts[0] == 0 or partition.padded
 
 
 @given(split_tensors())

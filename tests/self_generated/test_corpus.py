@@ -107,16 +107,25 @@ def test_stopped_and_continued_by_any_workers_it_has_the_same_bytes(
 def test_documents_continue_their_prompts(tmp_path: Path):
     """With fewer prompts than documents, each is used about equally often."""
     texts = [f"{text} ran home and slept" for text in documents(9, words=8)]
-    files = [str(write_jsonl(tmp_path / f"{n}.jsonl", texts[n::2])) for n in range(2)]
-    manifest = sample(tmp_path / "own", prompts=files, prompt_tokens=6)
-    tokenizer = load_tokenizer(STORIES)
-    expected = {(START, *tokenizer.reference.encode([text]).ids.tolist()[:6]) for text in texts}
-    begun = Counter(tuple(document[:7]) for document in documents_in(tmp_path / "own"))
-    assert set(begun) == expected
-    assert max(begun.values()) - min(begun.values()) <= 3
-    assert [(file.path, file.sha256 != "") for file in manifest.inputs] == [
-        (file, True) for file in files
+    prompt_tokens = 6
+    files = [
+        str(write_jsonl(tmp_path / "0.jsonl", texts[0::2])),
+        str(write_jsonl(tmp_path / "1.jsonl", texts[1::2])),
     ]
+    manifest = sample(tmp_path / "own", prompts=files, prompt_tokens=prompt_tokens)
+    tokenizer = load_tokenizer(STORIES)
+    expected = set()
+    for text in texts:
+        ids = tokenizer.reference.encode([text]).ids.tolist()
+        expected.add((START, *ids[:prompt_tokens]))
+
+    uses: Counter[tuple[int, ...]] = Counter()
+    for document in documents_in(tmp_path / "own"):
+        uses[tuple(document[: 1 + prompt_tokens])] += 1
+    assert uses.keys() == expected
+    assert max(uses.values()) - min(uses.values()) <= 3
+    assert [file.path for file in manifest.inputs] == files
+    assert all(file.sha256 for file in manifest.inputs)
 
 
 def test_prompts_are_used_whole_and_longer_ones_left_out(

@@ -225,15 +225,15 @@ def held_bytes(engine: Any) -> Counter[str]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     match type(optimizer).__name__:
         case "BF16_Optimizer":
-            weights, masters = parameters, optimizer.fp32_groups_flat_partition
+            weights = parameters
+            masters = optimizer.fp32_groups_flat_partition
             gradients += optimizer.fp32_groups_gradients_flat
         case "DeepSpeedZeroOptimizer":
-            weights, masters = parameters, optimizer.single_partition_of_fp32_groups
-            gradients += [
-                gradient
-                for group in optimizer.averaged_gradients.values()
-                for gradient in group or ()
-            ]
+            weights = parameters
+            masters = optimizer.single_partition_of_fp32_groups
+            for group in optimizer.averaged_gradients.values():
+                if group is not None:
+                    gradients += group
         case "DeepSpeedZeroOptimizer_Stage3":
             weights = [parameter.ds_tensor for parameter in parameters]
             weights += [parameter.data for parameter in parameters if parameter.ds_persist]
@@ -243,10 +243,12 @@ def held_bytes(engine: Any) -> Counter[str]:
 
 
 def _adam_states(optimizer: Any) -> list[Tensor]:
-    states = optimizer.optimizer.state.values()
-    return [
-        value for slots in states for name, value in slots.items() if name.startswith("exp_avg")
-    ]
+    moments = []
+    for state in optimizer.optimizer.state.values():
+        for name, value in state.items():
+            if name.startswith("exp_avg"):
+                moments.append(value)
+    return moments
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -100,11 +100,9 @@ def unsupported_reason() -> str | None:
     if os.geteuid() != 0:
         return "slurmd needs root: run the tests as root, in a container for example"
     absent = [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
-    return (
-        f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)"
-        if absent
-        else None
-    )
+    if absent:
+        return f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)"
+    return None
 
 
 class Cluster:
@@ -117,12 +115,12 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """This process's environment, pointed at this cluster and cleared of any other's."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_"))
-        }
-        return {**kept, "SLURM_CONF": str(self.conf)}
+        environment = {}
+        for name, value in os.environ.items():
+            if not name.startswith(("SLURM_", "SBATCH_")):
+                environment[name] = value
+        environment["SLURM_CONF"] = str(self.conf)
+        return environment
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Runs a command with `env` and this cluster's environment; returns its standard output."""
@@ -156,18 +154,19 @@ class Cluster:
 
     def evidence(self, job_id: int) -> str:
         """Output, Slurm's record and the end of the daemons' logs, for a failed test's message."""
-        logs = [
-            log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.log"))
-        ]
-        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), *logs))
+        parts = [self.output(job_id), self.scontrol("show", "job", str(job_id))]
+        for log in sorted(self.folder.glob("*.log")):
+            parts.append(log.read_text(errors="replace")[-2000:])
+        return "\n".join(parts)
 
     def wait(self, job_id: int, timeout: float = PATIENCE_S) -> JobEnd:
         """Waits until the job has ended for good, requeues included."""
         job = self.wait_for(job_id, lambda job: job["JobState"] in FINAL_STATES, timeout)
-        code, killed_by = map(int, job["ExitCode"].split(":"))
-        return JobEnd(
-            job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"])
-        )
+        # Slurm gives the exit code and the signal apart; a shell gives 128 + the signal.
+        exit_code, killed_by = map(int, job["ExitCode"].split(":"))
+        if exit_code == 0 and killed_by != 0:
+            exit_code = 128 + killed_by
+        return JobEnd(job["JobState"], exit_code, int(job["Restarts"]))
 
     def wait_for(
         self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = PATIENCE_S
@@ -178,9 +177,12 @@ class Cluster:
             ClusterError: It did not hold in time, or a slurmd crashed meanwhile.
         """
         crashes = self.slurmd_restarts
-        if not wait_until(
-            lambda: self.slurmd_restarts > crashes or condition(self.job(job_id)), timeout
-        ):
+
+        def is_over() -> bool:
+            # A job of a slurmd that crashed need not come to its end.
+            return self.slurmd_restarts > crashes or condition(self.job(job_id))
+
+        if not wait_until(is_over, timeout):
             raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
         if self.slurmd_restarts > crashes:
             raise ClusterError(f"a slurmd crashed\n{self.evidence(job_id)}")
@@ -256,21 +258,13 @@ class Daemons:
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        files = {
-            "key-file": "munge.key",
-            "socket": "munge.socket",
-            "pid-file": "munged.pid",
-            "log-file": "munged.log",
-        }
-        options = [
-            f"--{option}={folder / name}"
-            for option, name in {**files, "seed-file": "munged.seed"}.items()
-        ]
-        self._commands = {
-            "munged": ["munged", "--foreground", "--force", *options],
-            "slurmctld": ["slurmctld", "-D"],
-            **{node: ["slurmd", "-D", "-N", node] for node in NODES},
-        }
+        munged = ["munged", "--foreground", "--force"]
+        munged += [f"--key-file={key}", f"--socket={folder / 'munge.socket'}"]
+        munged += [f"--pid-file={folder / 'munged.pid'}", f"--log-file={folder / 'munged.log'}"]
+        munged += [f"--seed-file={folder / 'munged.seed'}"]
+        self._commands = {"munged": munged, "slurmctld": ["slurmctld", "-D"]}
+        for node in NODES:
+            self._commands[node] = ["slurmd", "-D", "-N", node]
 
     def keep(self) -> None:
         """Starts those that do not run, and lets orphans of ended ones go."""
@@ -282,9 +276,8 @@ class Daemons:
             before = self._running.get(name)
             if before is not None and before.poll() is None:
                 continue
-            (self._cluster.folder / f"slurmd.{name}.pid").unlink(
-                missing_ok=True
-            )  # of one that crashed
+            # A slurmd that crashed leaves its file.
+            (self._cluster.folder / f"slurmd.{name}.pid").unlink(missing_ok=True)
             command = [shutil.which(program, path=_PATH) or program, *options]
             with (self._cluster.folder / "start.log").open("ab") as log:
                 self._running[name] = subprocess.Popen(
@@ -301,11 +294,11 @@ class Daemons:
     def are_ready(self) -> bool:
         """Whether both nodes can take jobs."""
         self.keep()
-        with contextlib.suppress(ClusterError):
-            return self._cluster.scontrol("show", "nodes", "--oneliner").count(
-                " State=IDLE "
-            ) == len(NODES)
-        return False
+        try:
+            nodes = self._cluster.scontrol("show", "nodes", "--oneliner")
+        except ClusterError:
+            return False  # slurmctld does not answer yet
+        return nodes.count(" State=IDLE ") == len(NODES)
 
     def stop(self) -> None:
         """Ends jobs, daemons and all they started, and removes the folder."""
@@ -313,6 +306,7 @@ class Daemons:
             self._cluster.run("scancel", "--signal=KILL", "--full", "--user=root")
             self._cluster.run("scancel", "--user=root")
             wait_until(lambda: not self._cluster.run("squeue", "--noheader").strip(), 60)
+        # Again: what is killed may have started another process meanwhile.
         while started := psutil.Process().children(recursive=True):
             for process in started:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -324,10 +318,9 @@ class Daemons:
 def _slurm_conf(folder: Path, controller_port: int, *node_ports: int) -> str:
     host = socket.gethostname()
     described = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
-    nodes = [
-        f"NodeName={node} {described} Port={port}"
-        for node, port in zip(NODES, node_ports, strict=True)
-    ]
+    nodes = []
+    for node, port in zip(NODES, node_ports, strict=True):
+        nodes.append(f"NodeName={node} {described} Port={port}")
     first_job = controller_port % 14_000 + 1
     return _SLURM_CONF.format(
         folder=folder, host=host, port=controller_port, first_job=first_job, nodes="\n".join(nodes)
@@ -344,10 +337,11 @@ def main() -> int:
     # this process.
     ctypes.CDLL(None).prctl(36, 1)
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
-    with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
-        daemons = Daemons(
-            cluster, [held.enter_context(reserved_port()) for _ in ("controller", *NODES)]
-        )
+    with contextlib.ExitStack() as held:
+        # One for slurmctld, one for each slurmd; held so that a daemon that is killed finds its
+        # port again.
+        ports = [held.enter_context(reserved_port()) for _ in range(1 + len(NODES))]
+        daemons = Daemons(cluster, ports)
         held.callback(daemons.stop)
         if not wait_until(daemons.are_ready):
             print(f"no cluster: {cluster.folder}: the daemons are not ready", file=sys.stderr)

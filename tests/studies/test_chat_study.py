@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,8 +19,8 @@ from tests.data.helpers import PROJECT, contents, write_jsonl
 from tests.files import read_jsonl
 from tests.programs import study_command
 
-WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
-HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
+WORDS = ["".join(parts) for parts in itertools.product("bdfg", "aeiou", ("lem", "rin", "sot"))]
+HANGUL = ["".join(parts) for parts in itertools.product("가나다라마바", "고노도로모보")]
 SIZES = {"chats": 140, "korean_chats": 40, "heldout": 14, "vocab_size": 480}
 
 
@@ -27,7 +29,9 @@ def data(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("data")
     for name, words in (("en/gutenberg", WORDS), ("ko/reviews", HANGUL)):
         (folder / name).parent.mkdir()
-        texts = [" ".join(words[at:] + words[:at]) for at in range(0, len(words), 2)]
+        texts = []
+        for start in range(0, len(words), 2):
+            texts.append(" ".join(words[start:] + words[:start]))
         write_jsonl(folder / f"{name}.jsonl.zst", texts)
     return folder
 
@@ -45,47 +49,62 @@ def right_answer(task: str, asked: list[str]) -> str:
     words = text.partition(": ")[2].split()
     options = dict(re.findall(r"(first|second|third) (\S+)[,.]", " ".join(asked)))
     place = text.split()[-1]
-    return {
-        "copy": lambda: " ".join(words),
-        "reverse": lambda: " ".join(words[::-1]),
-        "count": lambda: " ".join(NUMBERS[: len(words)]),
-        "choose": lambda: f"{place} {options[place]}",
-        "remember": lambda: f"{place} {options[place]}",
-        "refuse": lambda: f"I cannot talk about {text.split()[5]}.",
-    }[task]()
+    if task == "copy":
+        return " ".join(words)
+    if task == "reverse":
+        return " ".join(words[::-1])
+    if task == "count":
+        return " ".join(NUMBERS[: len(words)])
+    if task in ("choose", "remember"):
+        return f"{place} {options[place]}"
+    assert task == "refuse", task
+    return f"I cannot talk about {text.split()[5]}."
+
+
+def check_answer(record: dict[str, Any]) -> None:
+    """Checks that a chat's last message follows from what its user said."""
+    messages = record["messages"]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    assert messages[-1]["content"] == right_answer(record["task"], asked)
+
+
+def is_korean(record: dict[str, Any]) -> bool:
+    return re.search("[가-힣]", str(record)) is not None
 
 
 def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
-    train, english, korean, prompts = (
-        read_jsonl(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "prompts")
-    )
-    assert [len(one) for one in (train, english, korean)] == [140, 14, 14]
+    train = read_jsonl(texts / "train.jsonl")
+    english = read_jsonl(texts / "english.jsonl")
+    korean = read_jsonl(texts / "korean.jsonl")
+    assert (len(train), len(english), len(korean)) == (140, 14, 14)
     for record in (*train, *english, *korean):
         messages = record["messages"]
         has_system = messages[0]["role"] == "system"
         assert (messages[0]["content"] in SYSTEM_PROMPTS) == has_system
         roles = [message["role"] for message in messages[has_system:]]
-        assert roles == ["user", "assistant"] * (2 if record["task"] == "remember" else 1)
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        assert messages[-1]["content"] == right_answer(record["task"], asked)
+        # What is to be remembered is asked for in a second turn.
+        turns = 2 if record["task"] == "remember" else 1
+        assert roles == ["user", "assistant"] * turns
+        check_answer(record)
+
     known = [record["messages"] for record in train]
-    assert not [record for record in (*english, *korean) if record["messages"] in known]
-    assert {record["task"] for record in english} == {*TASKS} and {
-        record["task"] for record in korean
-    } == {*KOREAN_TASKS}
-    is_korean = [bool(re.search("[가-힣]", str(record))) for record in train]
-    assert 0 < sum(is_korean) < 20
-    assert prompts == [
-        record for record, korean in zip(train, is_korean, strict=True) if not korean
-    ]
+    for record in (*english, *korean):
+        assert record["messages"] not in known, "a held-out chat is trained on"
+    assert {record["task"] for record in english} == {*TASKS}
+    assert {record["task"] for record in korean} == {*KOREAN_TASKS}
+
+    # Few of the trained chats are Korean; prompts for self-generated chats are the others.
+    not_korean = [record for record in train if not is_korean(record)]
+    assert 0 < len(train) - len(not_korean) < 20
+    assert read_jsonl(texts / "prompts.jsonl") == not_korean
+
     tuning = read_jsonl(texts / "korean_train.jsonl")
     assert len(tuning) == 40
-    for record in tuning:
-        asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
-        assert record["messages"][-1]["content"] == right_answer(record["task"], asked)
-    assert all(re.search("[가-힣]", str(record)) for record in (*korean, *tuning))
     heldout = [record["messages"] for record in korean]
-    assert not [record for record in tuning if record["messages"] in heldout]
+    for record in tuning:
+        check_answer(record)
+        assert record["messages"] not in heldout, "a held-out chat is trained on"
+    assert all(is_korean(record) for record in (*korean, *tuning))
 
 
 @pytest.mark.full
@@ -100,32 +119,36 @@ def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
         write_texts(texts, data, seed=4, **SIZES)
 
 
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of each row below the head of a table in Markdown; the first and last are empty."""
+    rows = []
+    for line in table.splitlines()[2:]:
+        rows.append([cell.strip() for cell in line.split("|")])
+    return rows
+
+
 @pytest.mark.full
 def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, capsys):
     """With the chat vector, and a gated model with and without its gate."""
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
-    kept = ("fft_1e-3", "preserve_self_generated")
+    short_sample = {"sample": {"tokens": 600}}
+    gate = {"tokens": 200, "max_open_fraction": 0.5}
+
+    # All stages on one rank; of the methods full fine-tuning, and Preserve with a gate.
     quick = PROJECT / "studies/configs/chat_quick.yaml"
-    changes = {
+    methods = dict.fromkeys(load_study(quick, texts).methods)
+    del methods["fft_1e-3"]
+    methods["preserve_self_generated"] = {"settings": {"gate": gate}}
+    small_stage = {"ranks": 1, "settings": small}
+    corpora = {"self_generated_chats": short_sample, "self_generated": short_sample}
+    chats = {
         "extends": str(quick),
         "folder": str(tmp_path / "study"),
-        "stages": {
-            name: {"ranks": 1, "settings": small} for name in ("pretrain", "copies", "chat")
-        },
-        "settings": small
-        | {
-            "data": {
-                "corpora": {
-                    name: {"sample": {"tokens": 600}}
-                    for name in ("self_generated_chats", "self_generated")
-                }
-            }
-        },
-        "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},
+        "stages": {"pretrain": small_stage, "copies": small_stage, "chat": small_stage},
+        "settings": {**small, "data": {"corpora": corpora}},
+        "methods": methods,
     }
-    gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
-    changes["methods"]["preserve_self_generated"] = gate
     plain = {
         "extends": str(PROJECT / "studies/configs/chat_plain.yaml"),
         "folder": str(tmp_path / "plain"),
@@ -133,63 +156,43 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "settings": small,
         "seeds": [1],
     }
-    own = ("own_tuned", "own_kl_korean")
+    # Of the Korean methods the two whose open tokens have weights of their own.
+    full_korean = PROJECT / "studies/configs/chat_korean.yaml"
+    methods = dict.fromkeys(load_study(full_korean, texts).methods)
     # A base of two steps writes noise, of which too much looks like Korean.
-    own_gate = {"settings": {"gate": {**gate["settings"]["gate"], "negatives": ["english"]}}}
+    own_gate = {**gate, "negatives": ["english"]}
+    methods["own_kl_korean"] = {"settings": {"gate": own_gate}}
+    two_stages = [
+        {"name": "language", "steps": 1, "weights": {"korean_chats": 0}},
+        {"name": "chats", "steps": 1, "weights": {"korean": 1, "korean_chats": 3}},
+    ]
+    methods["own_tuned"] = {
+        "settings": {"gate": own_gate, "stages": two_stages, "schedule": {"steps": 2}}
+    }
+    corpora = {**corpora, "self_generated_korean_chats": short_sample}
     korean = {
-        "extends": str(PROJECT / "studies/configs/chat_korean.yaml"),
+        "extends": str(full_korean),
         "folder": str(tmp_path / "korean"),
         "base": str(tmp_path / "study" / "chat" / "hf"),
         "scratch": None,
         "stages": {"pretrain": None, "copies": None, "chat": None},
-        "settings": small
-        | {
-            "data": {
-                "corpora": {
-                    name: {"sample": {"tokens": 600}}
-                    for name in (
-                        "self_generated_chats",
-                        "self_generated",
-                        "self_generated_korean_chats",
-                    )
-                }
-            }
-        },
-        "methods": {
-            name: own_gate if name in own else None
-            for name in load_study(PROJECT / "studies/configs/chat_korean.yaml", texts).methods
-        },
+        "settings": {**small, "data": {"corpora": corpora}},
+        "methods": methods,
         "seeds": [1],
     }
-    korean["methods"]["own_tuned"] = {
-        "settings": own_gate["settings"]
-        | {
-            "stages": [
-                {"name": "language", "steps": 1, "weights": {"korean_chats": 0}},
-                {"name": "chats", "steps": 1, "weights": {"korean": 1, "korean_chats": 3}},
-            ],
-            "schedule": {"steps": 2},
-        }
-    }
-    for name, values in (("study", changes), ("plain", plain), ("korean", korean)):
+
+    for name, values in (("study", chats), ("plain", plain), ("korean", korean)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
         done = study_command("run", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
-    arguments = [
-        tmp_path / "study",
-        "--texts",
-        texts,
-        "--plain",
-        tmp_path / "plain",
-        "--max-bytes",
-        4000,
-    ]
+    arguments = [tmp_path / "study", "--texts", texts, "--plain", tmp_path / "plain"]
+    arguments += ["--max-bytes", 4000]
     monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])
     score.main()
     table = (tmp_path / "study" / "chats.md").read_text()
     assert table in capsys.readouterr().out
-    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == [
+    rows = rows_of(table)
+    assert [row[1] for row in rows] == [
         "Base",
         "Full fine-tuning, 1e-3",
         "Preserve 1/2, self-generated text",
@@ -197,8 +200,8 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "Chat vector",
     ]
     assert all(line.count("|") == 12 for line in table.splitlines())
-    as_the_base = [line.split("|")[-2].strip() != "" for line in table.splitlines()[2:]]
-    assert as_the_base == [False, False, False, True, False], "of an export with a gate"
+    has_answers_as_the_base = [row[-2] != "" for row in rows]
+    assert has_answers_as_the_base == [False, False, False, True, False], "of the gated one alone"
     monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
     score.main()
     assert (tmp_path / "study" / "chats.md").read_text() == table
@@ -208,8 +211,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])
     score.main()
     table = (tmp_path / "korean" / "chats.md").read_text()
-    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == [
+    assert [row[1] for row in rows_of(table)] == [
         "Base",
         "Adapt 1/8 with own weights, tuned on Korean chats + gate",
         "Adapt 1/8 with own weights, own chats by KL, half with Korean users + gate",

@@ -92,11 +92,12 @@ def test_runs_of_different_bases_share_no_report(tmp_path):
 
 def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mark():
     def styles(methods: list[tuple[str, str | None]]) -> dict[str, int]:
-        made = [
-            {**row(label, str(method), 1, 0.5, 0.1, 1), "method": method}
-            for label, method in methods
-        ]
-        return {own.label: own.style for own in group([Row.model_validate(own) for own in made])}
+        made = []
+        for label, method in methods:
+            values = row(label, str(method), 1, 0.5, 0.1, 1)
+            values["method"] = method
+            made.append(Row.model_validate(values))
+        return {own.label: own.style for own in group(made)}
 
     every = [(label, method) for label, method, *_ in METHODS]
     whole = styles(every)
@@ -112,50 +113,51 @@ def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mar
 def test_many_corpora_of_a_role_are_shown_together():
     content = answers()
     for own in content:
+        all_figures = [own["before"], own["after"]]
+        all_figures += [validation["figures"] for validation in own["during"]]
         for task in ("task 0", "task 1"):
             role = own["roles"].pop(task)
-            own["roles"] |= {f"{task}_{part}": role for part in range(5)}
-            for figures in (
-                own["before"],
-                own["after"],
-                *(validation["figures"] for validation in own["during"]),
-            ):
-                found = figures.pop(task)
-                for part in range(5):
-                    figures[f"{task}_{part}"] = {
-                        name: value * (0.8 + part / 10) for name, value in found.items()
-                    }
+            for part in range(5):
+                own["roles"][f"{task}_{part}"] = role
+            for figures in all_figures:
+                split_in_parts(figures, task, 5)
     runs = [Row.model_validate(own) for own in content]
     shown = parts(group(runs))
-    assert {name: len(names) for name, names in shown.items()} == {
-        "task 1 (new)": 5,
-        "task 0 (replay)": 5,
-    }
-    figures, task1 = runs[0].after, shown["task 1 (new)"]
-    for name, expected in {"first_token_accuracy": fmean, "perplexity": geometric_mean}.items():
-        assert value_of(figures, task1, name) == pytest.approx(
-            expected(figures[part][name] for part in task1)
-        )
+    assert shown.keys() == {"task 1 (new)", "task 0 (replay)"}
+    assert all(len(names) == 5 for names in shown.values())
+
+    # Shares are averaged; perplexities are exponentials of losses, which are averaged.
+    task1 = shown["task 1 (new)"]
+    by_part = [runs[0].after[part] for part in task1]
+    accuracy = fmean(figures["first_token_accuracy"] for figures in by_part)
+    perplexity = geometric_mean(figures["perplexity"] for figures in by_part)
+    assert value_of(runs[0].after, task1, "first_token_accuracy") == pytest.approx(accuracy)
+    assert value_of(runs[0].after, task1, "perplexity") == pytest.approx(perplexity)
+
+
+def split_in_parts(figures: dict[str, dict[str, float]], task: str, count: int) -> None:
+    """Replaces a task's figures by those of `count` corpora, which differ."""
+    whole = figures.pop(task)
+    for part in range(count):
+        factor = 0.8 + part / 10
+        figures[f"{task}_{part}"] = {name: value * factor for name, value in whole.items()}
 
 
 def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
     """The first method has one rate, the second three: the best at the edge, one diverged."""
-    single, several = (
-        [row for row in rows((1, 2)) if row["method"] == method] for method in ("fft", "lora")
-    )
+    two_seeds = rows((1, 2))
+    single = [row for row in two_seeds if row["method"] == "fft"]
+    several = [row for row in two_seeds if row["method"] == "lora"]
     tried = [*single, *at_rates(several, (1.0, 0.5, 0.1))]
     tried[3] |= {"before": {}, "after": {}}
     groups = group([Row.model_validate(row) for row in tried])
     lines = rates_table(groups).splitlines()[2:]
-    assert [line.split()[:2] for line in lines] == [
-        ["LoRA", rate] for rate in ("0.0001", "0.0005", "0.001")
-    ]
-    assert (
-        lines[2].endswith("chosen, at the edge")
-        and lines[1].endswith("diverged")
-        and lines[0][-1].isdigit()
-    )
-    assert rates_table(groups[:1]) == ""
+    names_and_rates = [line.split()[:2] for line in lines]
+    assert names_and_rates == [["LoRA", "0.0001"], ["LoRA", "0.0005"], ["LoRA", "0.001"]]
+    assert lines[0][-1].isdigit()
+    assert lines[1].endswith("diverged")
+    assert lines[2].endswith("chosen, at the edge")
+    assert rates_table(groups[:1]) == "", "of one rate there is nothing to compare"
     header, _, base, first, *_ = as_text(tables.results(groups, parts(groups))).splitlines()
     assert header.endswith("english: bits per byte") and base.startswith("base")
     perplexities = [row["after"]["korean"]["perplexity"] for row in single]
@@ -170,10 +172,10 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:
         for step, perplexities in figures.items():
-            line = {"step": step, "forgetting/old": 160.0} | {
-                f"perplexity/{key}": of for key, of in perplexities.items()
-            }
-            line |= {f"bits_per_byte/{name}": math.log2(of) for name, of in perplexities.items()}
+            line = {"step": step, "forgetting/old": 160.0}
+            for name, perplexity in perplexities.items():
+                line[f"perplexity/{name}"] = perplexity
+                line[f"bits_per_byte/{name}"] = math.log2(perplexity)
             file.write(json.dumps(line) + "\n")
     (folder / "run.yaml").write_text(f"folder: {folder}\ngate: {{}}\n")
     shared = {"sequences": 8, "tokens": 256, "open_fraction": 0.5, "closed_sequences": 4}

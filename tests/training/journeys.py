@@ -31,7 +31,9 @@ class Layout(NamedTuple):
     tp_size: int
 
 
-DP2, TP2, DP2_TP2 = Layout(2, 1), Layout(2, 2), Layout(4, 2)
+DP2 = Layout(2, 1)
+TP2 = Layout(2, 2)
+DP2_TP2 = Layout(4, 2)
 MOVES_TO = {DP2: Layout(1, 1), TP2: Layout(4, 4), DP2_TP2: Layout(1, 1)}
 
 
@@ -52,42 +54,49 @@ class Journey(NamedTuple):
     own_weights: bool = False
 
     def __str__(self) -> str:
-        flags = [
-            name
-            for name in ("vocabulary", "asynchronous", "sequence_parallel", "own_weights")
-            if getattr(self, name)
+        """The method, the layout, and what is not as usual."""
+        parts = [
+            self.method,
+            f"ZeRO-{self.zero}, {self.layout.ranks} ranks, tp {self.layout.tp_size}",
         ]
-        values = [
-            self.replay_loss,
-            self.base_precision,
-            self.activation_checkpointing,
-            self.norm,
-            self.optimizer,
-        ]
-        usual = ("nll", "bf16", "none", "separate", "adamw")
-        layout = f"ZeRO-{self.zero}, {self.layout.ranks} ranks, tp {self.layout.tp_size}"
-        return ", ".join(
-            (self.method, layout, *(value for value in [*values, *flags] if value not in usual))
-        )
+        usual = {
+            "replay_loss": "nll",
+            "base_precision": "bf16",
+            "activation_checkpointing": "none",
+            "norm": "separate",
+            "optimizer": "adamw",
+        }
+        for name, usual_value in usual.items():
+            value = getattr(self, name)
+            if value != usual_value:
+                parts.append(value)
+        for name in ("vocabulary", "asynchronous", "sequence_parallel", "own_weights"):
+            if getattr(self, name):
+                parts.append(name)
+        return ", ".join(parts)
 
     @property
     def allowed(self) -> bool:
         """Whether the settings may be combined."""
-        is_scale, quantized = METHODS[self.method]["name"] == "scale", self.base_precision != "bf16"
-        return not (
-            (quantized and not is_scale and self.method != "lora")
-            or (quantized and self.zero == 3)
-            or (
-                self.base_precision == "nf4" and self.layout.tp_size > 1
-            )  # its blocks do not fit this base's FFN
-            or (self.sequence_parallel and self.layout.tp_size == 1)
-            or (self.norm == "base" and not is_scale)
-            or (self.own_weights and self.method not in ("preserve", "adapt", "lora"))
-        )
+        is_scale = METHODS[self.method]["name"] == "scale"
+        if self.base_precision != "bf16":
+            trains_base = not is_scale and self.method != "lora"
+            if trains_base or self.zero == 3:
+                return False
+        if self.base_precision == "nf4" and self.layout.tp_size > 1:
+            return False  # NF4's blocks do not fit a shard of this base's FFN
+        if self.sequence_parallel and self.layout.tp_size == 1:
+            return False
+        if self.norm == "base" and not is_scale:
+            return False
+        return not self.own_weights or self.method in ("preserve", "adapt", "lora")
 
     @property
     def zero_moved_to(self) -> int:
-        return {1: 3 if self.base_precision == "bf16" else 2, 2: 1, 3: 2}[self.zero]
+        """Another stage; ZeRO-3 stores no quantized base."""
+        if self.zero == 1:
+            return 3 if self.base_precision == "bf16" else 2
+        return self.zero - 1
 
     def settings(self, layout: Layout, zero: int) -> dict[str, Any]:
         """What `tests.training.runs.write_config` takes, at a layout that need not be the row's

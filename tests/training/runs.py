@@ -119,11 +119,14 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     """The run's figures, without those that are measured: no two runs share them."""
-    lines = read_jsonl(run / "metrics.jsonl")
-    return [
-        {key: value for key, value in line.items() if not key.startswith(MEASURED)}
-        for line in lines
-    ]
+    lines = []
+    for line in read_jsonl(run / "metrics.jsonl"):
+        reproducible = {}
+        for key, value in line.items():
+            if not key.startswith(MEASURED):
+                reproducible[key] = value
+        lines.append(reproducible)
+    return lines
 
 
 def losses(run: Path) -> list[float]:
@@ -137,9 +140,9 @@ def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Runs several jobs on the same ranks, because starting ranks and DeepSpeed takes longer than a
     small run.
 
-    Returns the results: "<type>: <message>" for a job that ended in a UserError, and "exit <code>"
-        for one that ended
-    because of another rank's error.
+    Returns:
+        The results: "<type>: <message>" for a job that ended in a UserError, and "exit <code>" for
+        one that ended because of another rank's error.
     """
     results: list[Any] = []
     for job in jobs:
@@ -173,8 +176,12 @@ def train(
         os.kill(os.getpid(), signal.SIGUSR1)
         return original(*arguments)
 
-    stopped = stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    with patch.object(trainer, "learning_rate", signalled if stopped else original):
+    last_rank = str(int(os.environ["WORLD_SIZE"]) - 1)
+    learning_rate = original
+    if stop and os.environ["RANK"] == last_rank:
+        # Called once a step: the signal comes in the middle of the first.
+        learning_rate = signalled
+    with patch.object(trainer, "learning_rate", learning_rate):
         return run_training(config, torch.device("cpu"), make_observers, changes)
 
 
@@ -186,9 +193,11 @@ def train_compiled(config: Path, *, stop: bool = False) -> int:
 
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     original = Decoder.compile_layers
-    with patch.object(
-        Decoder, "compile_layers", lambda model: original(model, backend="aot_eager")
-    ):
+
+    def compile_layers(model: Decoder) -> None:
+        original(model, backend="aot_eager")
+
+    with patch.object(Decoder, "compile_layers", compile_layers):
         return train(config, stop=stop)
 
 
@@ -200,17 +209,21 @@ def train_and_look(config: Path) -> dict[str, Any]:
 
     trainer = trained(prepared(config))
     engine = trainer.engine
+    parameters = {}
+    partitions = {}
+    # ZeRO-3 has an empty tensor in place of a parameter that is not gathered.
     with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
-        parameters = {
-            name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()
-        }
-    slots = engine._engine.optimizer.optimizer.state.values()
-    held = sum(value.numel() for own in slots for name, value in own.items() if name != "step")
+        for name, parameter in engine.model.named_parameters():
+            parameters[name] = parameter.detach().clone()
+            partitions[name] = partition_of(parameter)
+    held = 0
+    for state in engine._engine.optimizer.optimizer.state.values():
+        for name, value in state.items():
+            if name != "step":
+                held += value.numel()
     return {
         "parameters": parameters,
-        "partitions": {
-            name: partition_of(parameter) for name, parameter in engine.model.named_parameters()
-        },
+        "partitions": partitions,
         "moments": int(summed(torch.tensor(held))),
         "trainable_parameters": engine.trainable_parameters,
         "step0_max_abs_logit_difference": trainer.step0_difference,
@@ -267,7 +280,8 @@ def _kill_in_second_save(point: str) -> None:
     module_name, function = KILL_POINTS[point]
     module = importlib.import_module(f"pipeline.{module_name}")
     assert callable(getattr(module, function))
-    original, saves = CheckpointManager.save, itertools.count(1)
+    original = CheckpointManager.save
+    saves = itertools.count(1)
 
     def save(*arguments: Any, **options: Any) -> Path:
         if next(saves) == 2:

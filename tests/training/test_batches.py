@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 
 import pytest
@@ -32,22 +33,35 @@ def step_of(config, samples, layout: Layout, step: int) -> list[list[MicroBatch]
     ]
 
 
+def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
+    """The tokens of each sequence of these micro-batches."""
+    rows = []
+    for batch in batches:
+        rows += batch.tokens.tolist()
+    return rows
+
+
 def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
     config = load_config(write_config(tmp_path, tokens))
     steps = []
     for layout in (Layout(1, 1), Layout(2, 1), Layout(4, 1), Layout(4, 2), Layout(2, 2)):
         ranks = step_of(config, samples_of(config), layout, 3)
-        assert all(batch.tokens.shape == (2, 32) for rank in ranks for batch in rank)
-        assert all(
-            (batch.kl_sequences, batch.reference_sequences) == (0, 0)
-            for rank in ranks
-            for batch in rank
-        )
-        read = [[row.tolist() for batch in rank for row in batch.tokens] for rank in ranks]
-        assert all(
-            rows == read[rank - layout.tp_rank(rank)] for rank, rows in enumerate(read)
-        )  # its neighbours'
-        steps.append(sorted(row for rows in read[:: layout.tp_size] for row in rows))
+        read = []
+        for micro_batches in ranks:
+            for batch in micro_batches:
+                assert batch.tokens.shape == (2, 32)
+                assert batch.kl_sequences == 0
+                assert batch.reference_sequences == 0
+            read.append(rows_of(micro_batches))
+
+        step = []
+        for rank, rows in enumerate(read):
+            first_of_tp_group = rank - layout.tp_rank(rank)
+            assert rows == read[first_of_tp_group], "tensor-parallel ranks read different samples"
+            if rank == first_of_tp_group:
+                step += rows
+        # Which data-parallel rank reads a sample depends on the layout; which samples, does not.
+        steps.append(sorted(step))
     assert all(step == steps[0] for step in steps)
     assert len(steps[0]) == config.schedule.global_batch_size
 
@@ -56,32 +70,42 @@ def test_sequences_that_train_by_kl_come_first_and_the_base_runs_on_few(tokens, 
     config = load_config(
         write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4)
     )
-    samples, size = samples_of(config), config.schedule.global_batch_size
+    samples = samples_of(config)
+    size = config.schedule.global_batch_size
     for step in range(10):
-        indices = range(step * size, (step + 1) * size)
-        wanted = [samples[index].tokens.tolist() for index in indices]
-        replayed = [
-            tokens
-            for tokens, index in zip(wanted, indices, strict=True)
-            if samples.role_of(index) == "replay"
-        ]
+        wanted = []
+        replayed = []
+        for index in range(step * size, (step + 1) * size):
+            row = samples[index].tokens.tolist()
+            wanted.append(row)
+            if samples.role_of(index) == "replay":
+                replayed.append(row)
+
         for dp_size in (1, 2):
             ranks = step_of(config, samples, Layout(dp_size, 1), step)
-            assert sorted(
-                row.tolist() for rank in ranks for batch in rank for row in batch.tokens
-            ) == sorted(wanted)
+            read = []
+            for micro_batches in ranks:
+                read += rows_of(micro_batches)
+            assert sorted(read) == sorted(wanted)
+
+            # The micro-batches that the ranks compute at the same time.
             for batches in zip(*ranks, strict=True):
                 for batch in batches:
-                    is_replayed = [row.tolist() in replayed for row in batch.tokens]
-                    assert is_replayed == sorted(is_replayed, reverse=True)
+                    is_replayed = [row in replayed for row in rows_of([batch])]
+                    assert is_replayed == sorted(is_replayed, reverse=True), "they come first"
                     assert sum(is_replayed) == batch.kl_sequences
-                assert {batch.reference_sequences for batch in batches} == {
-                    max(batch.kl_sequences for batch in batches)
-                }
-            assert sum(batch.kl_sequences for rank in ranks for batch in rank) == len(replayed)
-            assert {sum(batch.reference_sequences for batch in rank) for rank in ranks} == {
-                -(-len(replayed) // dp_size)
-            }
+                # The base runs on as many sequences of every rank: all enter the same collectives.
+                most = max(batch.kl_sequences for batch in batches)
+                for batch in batches:
+                    assert batch.reference_sequences == most
+
+            kl_sequences = 0
+            for micro_batches in ranks:
+                kl_sequences += sum(batch.kl_sequences for batch in micro_batches)
+                # Spread evenly: the base runs on no more sequences of a rank than it must.
+                reference_sequences = sum(batch.reference_sequences for batch in micro_batches)
+                assert reference_sequences == math.ceil(len(replayed) / dp_size)
+            assert kl_sequences == len(replayed)
 
 
 # --- The thread that reads ahead ---
@@ -125,7 +149,8 @@ def batches(recorded, config):
 
 def assert_read(found, samples, config, step, micro_batch):
     """Compares a micro-batch with the same one, read by this thread."""
-    size, at_once = config.schedule.global_batch_size, config.schedule.micro_batch_size
+    size = config.schedule.global_batch_size
+    at_once = config.schedule.micro_batch_size
     indices = rank_indices(
         step * size, global_batch_size=size, micro_batch_size=at_once, dp_rank=0, dp_size=1
     )
@@ -137,9 +162,8 @@ def assert_read(found, samples, config, step, micro_batch):
     assert found.documents.per_row == expected.documents.per_row
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # nothing that it does is remembered
+# One run serves all of Hypothesis' examples: nothing that they do is remembered.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=8))
 def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(
     recorded, batches, config, taken

@@ -70,40 +70,48 @@ from tests.training.runs import (
 from tests.widened import SEED, balance_router
 
 STEPS = 3
-NEW_PIECES = 61  # prime
+NEW_TOKENS = 61
+"""A prime: no number of ranks divides it."""
 ROUNDING = 2**7 * 2**-24
+"""sqrt(n) rounding errors of fp32 in a sum of n = 2^14 terms."""
 MOMENT_TOLERANCES = {"exp_avg": 40 * ROUNDING, "exp_avg_sq": 80 * ROUNDING}
+"""Gradients whose terms cancel have tens of times the error, and their squares twice that."""
 WEIGHT_TOLERANCE = 0.005
+"""Of the length of the way that the weights went."""
 
 
 def rows(journeys: Sequence[Journey]) -> pytest.MarkDecorator:
     """Parametrizes a test with these rows."""
-    marks = [() if journey in QUICK else pytest.mark.full for journey in journeys]
-    return pytest.mark.parametrize(
-        "journey",
-        [pytest.param(journey, marks=mark) for journey, mark in zip(journeys, marks, strict=True)],
-        ids=str,
-    )
+    parameters = []
+    for journey in journeys:
+        if journey in QUICK:
+            parameters.append(pytest.param(journey))
+        else:
+            parameters.append(pytest.param(journey, marks=pytest.mark.full))
+    return pytest.mark.parametrize("journey", parameters, ids=str)
 
 
 def test_the_matrix_has_every_pair_that_is_allowed():
-    allowed = filter(
-        lambda journey: journey.allowed,
-        itertools.starmap(Journey, itertools.product(*LEVELS.values())),
-    )
-    assert set().union(*map(pairs, allowed)) == set().union(*map(pairs, JOURNEYS))
-    for values, found in zip(LEVELS.values(), zip(*QUICK, strict=True), strict=True):
-        assert set(values) == set(found)
+    allowed_pairs = set()
+    for values in itertools.product(*LEVELS.values()):
+        journey = Journey(*values)
+        if journey.allowed:
+            allowed_pairs |= pairs(journey)
+    assert allowed_pairs == set().union(*map(pairs, JOURNEYS))
+
+    # The quick tier has every value, if not every pair.
+    for setting, values in LEVELS.items():
+        assert set(values) == {getattr(journey, setting) for journey in QUICK}, setting
 
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory) -> Path:
     """The base's tokenizer with tokens for Korean."""
     folder = tmp_path_factory.mktemp("vocabulary") / "korean"
-    new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
-    write_extension(
-        learn_extension(STORIES, new[:20], old, add=NEW_PIECES, min_uses=5), folder, lambda _: None
-    )
+    new = list(texts([str(REVIEWS_HELDOUT)]))
+    old = list(texts([str(STORIES_HELDOUT)]))
+    extension = learn_extension(STORIES, new[:20], old, add=NEW_TOKENS, min_uses=5)
+    write_extension(extension, folder, lambda _: None)
     return folder
 
 
@@ -129,67 +137,109 @@ class Trained(NamedTuple):
     held: tuple[dict[str, Any], ...]
 
 
+class Rows:
+    """The runs of some rows, in the folder `made`.
+
+    The jobs of all rows that have one number of ranks run one after another in the same ranks.
+    """
+
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        made: Path,
+        *,
+        tokens: Path,
+        extended_tokens: Path,
+        vocabulary: Path,
+    ) -> None:
+        self.journeys = journeys
+        self.made = made
+        self.tokens = tokens
+        self.extended_tokens = extended_tokens
+        self.vocabulary = vocabulary
+
+    def trained(self) -> dict[Journey, Trained]:
+        """Makes the runs of all rows."""
+        held = self.train_undisturbed_and_stopped()
+        self.train_resumed_and_moved()
+        trained = {}
+        for journey in self.journeys:
+            trained[journey] = Trained(
+                undisturbed=self.folder("undisturbed", journey),
+                stopped=self.folder("stopped", journey),
+                resumed=self.folder("resumed", journey),
+                moved=self.folder("moved", journey),
+                held=held[journey],
+            )
+        return trained
+
+    def train_undisturbed_and_stopped(self) -> dict[Journey, tuple[dict[str, Any], ...]]:
+        """Two runs of each row; returns what each rank of the undisturbed one held at its end."""
+        jobs: dict[int, list[partial[Any]]] = defaultdict(list)
+        for journey in self.journeys:
+            undisturbed = self.config(make_run, "undisturbed", journey)
+            stopped = self.config(make_run, "stopped", journey)
+            jobs[journey.layout.ranks] += [
+                partial(train_and_look, undisturbed),
+                partial(train, stopped, stop=True),
+            ]
+
+        held = {}
+        results = {ranks: iter(results_of(own, ranks)) for ranks, own in jobs.items()}
+        for journey in self.journeys:
+            ranks = journey.layout.ranks
+            held[journey] = next(results[ranks])
+            exit_codes = next(results[ranks])
+            assert exit_codes == (RESUME_LATER,) * ranks
+        return held
+
+    def train_resumed_and_moved(self) -> None:
+        """Two runs of each row, which go on from copies of the stopped one."""
+        jobs: dict[int, list[partial[Any]]] = defaultdict(list)
+        for journey in self.journeys:
+            for kind, layout in (("resumed", journey.layout), ("moved", MOVES_TO[journey.layout])):
+                shutil.copytree(self.folder("stopped", journey), self.folder(kind, journey))
+                config = self.config(write_config, kind, journey)
+                jobs[layout.ranks].append(partial(train, config))
+        for ranks, own in jobs.items():
+            for exit_codes in results_of(own, ranks):
+                assert exit_codes == (0,) * ranks
+
+    def folder(self, kind: str, journey: Journey) -> Path:
+        """The folder of a row's run."""
+        return self.made / kind / str(self.journeys.index(journey))
+
+    def config(self, make: Callable[..., Path], kind: str, journey: Journey) -> Path:
+        """The configuration of a row's run, written by `make`."""
+        settings = journey.settings(journey.layout, journey.zero)
+        if kind == "moved":
+            settings = journey.settings(MOVES_TO[journey.layout], journey.zero_moved_to)
+        tokens = self.tokens
+        if journey.vocabulary:
+            settings["vocabulary"] = {"folder": str(self.vocabulary)}
+            tokens = self.extended_tokens
+        return make(self.folder(kind, journey), tokens, schedule__steps=STEPS, **settings)
+
+
+def results_of(jobs: list[partial[Any]], ranks: int) -> list[tuple[Any, ...]]:
+    """Of each job the results of its ranks; the jobs run one after another."""
+    return list(zip(*run_ranks(in_turn, ranks, jobs), strict=True))
+
+
 @pytest.fixture(scope="module")
 def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[Journey], Trained]:
-    """The runs of a row, made with those of the other rows of its tier: ranks of one number train
-    one after another.
-    """
+    """The runs of a row, made with those of the other rows of its tier."""
 
     @cache
     def trained_rows(quick: bool) -> dict[Journey, Trained]:
-        folder = tmp_path_factory.mktemp("journeys")
-        journeys = [journey for journey in JOURNEYS if (journey in QUICK) == quick]
-
-        def config(make: Callable[..., Path], kind: str, journey: Journey) -> Path:
-            moved = kind == "moved"
-            layout = MOVES_TO[journey.layout] if moved else journey.layout
-            settings = journey.settings(layout, journey.zero_moved_to if moved else journey.zero)
-            if journey.vocabulary:
-                settings["vocabulary"] = {"folder": str(vocabulary)}
-            read = extended_tokens if journey.vocabulary else tokens
-            return make(
-                folder / kind / str(journeys.index(journey)),
-                read,
-                schedule__steps=STEPS,
-                **settings,
-            )
-
-        def train_all(jobs: dict[int, list[partial[Any]]]) -> dict[int, list[tuple[Any, ...]]]:
-            """The results of the jobs of each number of ranks: of each job those of its ranks."""
-            return {
-                ranks: list(zip(*run_ranks(in_turn, ranks, jobs[ranks]), strict=True))
-                for ranks in jobs
-            }
-
-        first, then = defaultdict(list), defaultdict(list)
-        for journey in journeys:
-            first[journey.layout.ranks].append(
-                partial(train_and_look, config(make_run, "undisturbed", journey))
-            )
-            first[journey.layout.ranks].append(
-                partial(train, config(make_run, "stopped", journey), stop=True)
-            )
-        found = train_all(first)
-        for ranks, results in found.items():
-            assert results[1::2] == [(RESUME_LATER,) * ranks] * (len(results) // 2)
-        held = {ranks: iter(results[::2]) for ranks, results in found.items()}
-        for journey in journeys:
-            for kind, layout in (("resumed", journey.layout), ("moved", MOVES_TO[journey.layout])):
-                place = str(journeys.index(journey))
-                shutil.copytree(folder / "stopped" / place, folder / kind / place)
-                then[layout.ranks].append(partial(train, config(write_config, kind, journey)))
-        for ranks, results in train_all(then).items():
-            assert results == [(0,) * ranks] * len(results)
-        return {
-            journey: Trained(
-                *(
-                    folder / kind / str(number)
-                    for kind in ("undisturbed", "stopped", "resumed", "moved")
-                ),
-                held=next(held[journey.layout.ranks]),
-            )
-            for number, journey in enumerate(journeys)
-        }
+        rows_of_tier = Rows(
+            [journey for journey in JOURNEYS if (journey in QUICK) == quick],
+            tmp_path_factory.mktemp("journeys"),
+            tokens=tokens,
+            extended_tokens=extended_tokens,
+            vocabulary=vocabulary,
+        )
+        return rows_of_tier.trained()
 
     return lambda journey: trained_rows(journey in QUICK)[journey]
 
@@ -203,76 +253,92 @@ def run(trained, journey) -> Trained:
 def test_it_resumes_to_the_bit(run: Trained, journey: Journey):
     undisturbed = metrics(run.undisturbed)
     assert metrics(run.resumed) == undisturbed
-    assert len(losses(run.stopped)) == 1 and len(losses(run.resumed)) == STEPS
-    perplexities = [
-        line["perplexity/korean"] for line in undisturbed if "perplexity/korean" in line
-    ]
+    assert len(losses(run.stopped)) == 1
+    assert len(losses(run.resumed)) == STEPS
+
+    # What is compared is a run that learned something, by the loss that the row names.
+    perplexities = figures(run.undisturbed, "perplexity/korean")
     assert perplexities[-1] < perplexities[0]
     assert (journey.replay_loss == "kl") == any("kl" in line for line in undisturbed)
 
 
+def figures(run: Path, key: str) -> list[float]:
+    """A figure of the run's metrics, from the lines that have it."""
+    return [line[key] for line in metrics(run) if key in line]
+
+
 @rows(JOURNEYS)
 def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
-    folder, reference = run.moved, run.undisturbed
-    assert losses(folder) == pytest.approx(losses(reference), rel=ROUNDING)
+    moved = run.moved
+    undisturbed = run.undisturbed
+    assert losses(moved) == pytest.approx(losses(undisturbed), rel=ROUNDING)
     for key in ("gradient_norm", "perplexity/korean", "bits_per_byte/english"):
-        expected = [line[key] for line in metrics(reference) if key in line]
-        assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(
-            expected, rel=ROUNDING
-        ), key
+        expected = pytest.approx(figures(undisturbed, key), rel=ROUNDING)
+        assert figures(moved, key) == expected, key
+
     # A divergence is what is left of log probabilities of size ten, however small it is.
-    divergences = [[line.get("kl", 0.0) for line in metrics(path)] for path in (folder, reference)]
-    assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
-    drifts = [
-        [line.get("kl_from_base/english", 0.0) for line in metrics(path)][-1]
-        for path in (folder, reference)
-    ]
-    assert drifts[0] == pytest.approx(drifts[1], rel=5e-3) and (drifts[0] > 0) == (
-        journey.method not in TRAINS_BASE
-    )
-    found, expected = last_checkpoint(folder), last_checkpoint(reference)
-    start = dict(initial_model(reference / "run.yaml", "cpu").named_parameters())
+    found_kl = [line.get("kl", 0.0) for line in metrics(moved)]
+    expected_kl = [line.get("kl", 0.0) for line in metrics(undisturbed)]
+    assert found_kl == pytest.approx(expected_kl, rel=ROUNDING, abs=10 * ROUNDING)
+
+    found_drift = metrics(moved)[-1].get("kl_from_base/english", 0.0)
+    expected_drift = metrics(undisturbed)[-1].get("kl_from_base/english", 0.0)
+    assert found_drift == pytest.approx(expected_drift, rel=5e-3)
+    # A run that trains the base does not have it any more to compare with.
+    assert (found_drift > 0) == (journey.method not in TRAINS_BASE)
+
+    found = last_checkpoint(moved)
+    expected = last_checkpoint(undisturbed)
+    start = dict(initial_model(undisturbed / "run.yaml", "cpu").named_parameters())
     assert found.names == expected.names
     for name in found.names:
-        wanted = expected.read(name)
-        way = torch.linalg.vector_norm(wanted - start[name])
-        assert torch.linalg.vector_norm(found.read(name) - wanted) <= WEIGHT_TOLERANCE * way, name
+        weights = expected.read(name)
+        way = torch.linalg.vector_norm(weights - start[name])
+        difference = torch.linalg.vector_norm(found.read(name) - weights)
+        assert difference <= WEIGHT_TOLERANCE * way, name
         for moment, tolerance in MOMENT_TOLERANCES.items():
-            if moment == "exp_avg_sq" and is_muons(journey, name, wanted):
-                continue
+            if moment == "exp_avg_sq" and is_muons(journey, name, weights):
+                continue  # Muon has no second moment.
             wanted = expected.read(name, moment)
-            error = (found.read(name, moment) - wanted).abs().max() / wanted.abs().max().clamp_min(
-                1e-30
-            )
+            largest = wanted.abs().max().clamp_min(1e-30)  # not 0 / 0 where nothing moved
+            error = (found.read(name, moment) - wanted).abs().max() / largest
             assert error <= tolerance, f"{moment} of {name}: off by {error:.1e} of the largest"
 
 
 @rows(JOURNEYS)
 def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journey: Journey):
-    ranks, tp_size = run.held, journey.layout.tp_size
+    tp_size = journey.layout.tp_size
+    # The ranks of the first tensor-parallel group, which have the whole model between them.
+    tp_group = run.held[:tp_size]
     trained = last_checkpoint(run.undisturbed).names
     moved = set()
-    for holder, rank in enumerate(ranks[:tp_size]):
-        start = initial_model(
-            run.undisturbed / "run.yaml", "cpu", TensorParallel(size=tp_size, rank=holder)
-        )
+    for tp_rank, held in enumerate(tp_group):
+        tp = TensorParallel(size=tp_size, rank=tp_rank)
+        start = initial_model(run.undisturbed / "run.yaml", "cpu", tp)
         for name, parameter in start.named_parameters():
-            shard = rank["parameters"][name]
-            first = holder - holder % rank["partitions"][name].replicas(tp_size)
-            assert torch.equal(shard, ranks[first]["parameters"][name]), (
+            shard = held["parameters"][name]
+            # Neighbours hold copies of a shard of which there are fewer than ranks.
+            replicas = held["partitions"][name].replicas(tp_size)
+            first_holder = tp_group[tp_rank - tp_rank % replicas]
+            assert torch.equal(shard, first_holder["parameters"][name]), (
                 f"{name}: holders of a shard drifted apart"
             )
             if not torch.equal(shard, parameter):
                 assert name in trained, f"{name} does not train, and changed"
                 moved.add(name)
-    assert len(moved) > 0.7 * len(trained)
-    held = [(name, rank["parameters"][name]) for rank in ranks[:tp_size] for name in trained]
-    moments = sum(own.numel() * (1 if is_muons(journey, name, own) else 2) for name, own in held)
-    for rank in ranks:
-        assert rank["step0_max_abs_logit_difference"] == (
-            None if journey.method in TRAINS_BASE else 0.0
-        )
-        assert rank["moments"] == moments
+    assert len(moved) > 0.7 * len(trained), "so little trained that the above says nothing"
+
+    moments = 0
+    for held in tp_group:
+        for name in trained:
+            shard = held["parameters"][name]
+            # Muon keeps one moment of a layer's matrix, Adam two of everything.
+            moments += shard.numel() * (1 if is_muons(journey, name, shard) else 2)
+    # A method that keeps the base starts at its logits exactly; others are not checked for it.
+    expected_difference = None if journey.method in TRAINS_BASE else 0.0
+    for held in run.held:
+        assert held["step0_max_abs_logit_difference"] == expected_difference
+        assert held["moments"] == moments
 
 
 NEW_ROWS_OF_BASELINES = [
@@ -301,7 +367,7 @@ def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: 
     model = load_hf_model(tmp_path / "hf", trust_remote_code=True)
     weights = model.state_dict()
     rows = weights.get("model.embed_tokens.weight", weights.get("embedding.base.weight"))
-    assert len(rows) == model.config.vocab_size == 512 + NEW_PIECES * journey.vocabulary
+    assert len(rows) == model.config.vocab_size == 512 + NEW_TOKENS * journey.vocabulary
     if journey.method not in TRAINS_BASE:
         assert torch.equal(rows[:512, :64], open_base(STORIES).read("embedding.base.weight"))
 
@@ -363,30 +429,31 @@ def test_an_exported_router_does_not_see_new_tokens(run: Trained, journey: Journ
     trained = model.method.build(model.stored.spec, SINGLE, "none")
     for name, parameter in trained.named_parameters():
         parameter.copy_(model.read_stored(name))
-    tokens = torch.randint(
-        0, 512 + NEW_PIECES, (1, 200), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 512 + NEW_TOKENS, (1, 200), generator=generator)
     balance_router(trained, tokens)
+    threshold = trained.output.threshold
+    expected = trained.output.project(trained.hidden_states(tokens))
+
     exported, fill_output = model.streamed(torch.float32)
     hidden = exported.hidden_states(tokens)
     fill_output()
-    exported.output.threshold = threshold = trained.output.threshold
-    expected, found = (
-        trained.output.project(trained.hidden_states(tokens)),
-        exported.output.project(hidden),
-    )
-    assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
+    exported.output.threshold = threshold
+    found = exported.output.project(hidden)
+    assert torch.equal(found.preserved, expected.preserved)
+    assert 0 < int(found.preserved.sum()) < 200, "the router sends all tokens one way"
     assert (found.logits - expected.logits).abs().max() < 1e-4
 
-    config = ScaleConfig(
-        **scale_export(model, torch.float32).config | {"router_threshold": threshold}
-    )
-    output = ScaleOutput(config)
-    output.load_state_dict(
-        {name: model.read(f"output.{name}") for name, _ in output.named_parameters()}
-    )
-    preserved, adapted = (hidden.preserved_x, hidden.preserved_x_up), (hidden.x, hidden.x_up)
-    logits = output([StreamPath(*preserved), StreamPath(*adapted)])
+    # The code that transformers runs, with the exported weights.
+    values = scale_export(model, torch.float32).config | {"router_threshold": threshold}
+    output = ScaleOutput(ScaleConfig(**values))
+    weights = {}
+    for name, _ in output.named_parameters():
+        weights[name] = model.read(f"output.{name}")
+    output.load_state_dict(weights)
+    preserved_path = StreamPath(hidden.preserved_x, hidden.preserved_x_up)
+    adapted_path = StreamPath(hidden.x, hidden.x_up)
+    logits = output([preserved_path, adapted_path])
     assert (logits - expected.logits).abs().max() < 1e-4
 
 
@@ -395,44 +462,42 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_tokens(
     run: Trained, journey: Journey, tmp_path
 ):
     checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
-    assert convert(
-        Conversion(checkpoint, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({})
-    )
+    expansion = tmp_path / "expansion"
+    asked = Conversion(checkpoint, STORIES, expansion, format="expansion")
+    assert convert(asked, probe_maker({}))
+
     values = yaml.safe_load((run.moved / "run.yaml").read_text())
+    values["folder"] = str(tmp_path)
+    values["init_expansion"] = str(expansion)
     path = tmp_path / "run.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            values | {"folder": str(tmp_path), "init_expansion": str(tmp_path / "expansion")}
-        )
-    )
+    path.write_text(yaml.safe_dump(values))
     config = load_config(path)
-    assert (
-        run_ranks(train, MOVES_TO[journey.layout].ranks, path)
-        == [0] * MOVES_TO[journey.layout].ranks
-    )
-    assert losses(tmp_path)[0] < losses(run.moved)[0]
+    ranks = MOVES_TO[journey.layout].ranks
+    assert run_ranks(train, ranks, path) == [0] * ranks
+    assert losses(tmp_path)[0] < losses(run.moved)[0], "it did not start from what was trained"
+
     base = with_new_tokens(config, open_base(STORIES))
     assert made_expansion(config, base) is not None
     assert base.new_tokens is not None
     other = replace(base, new_tokens=replace(base.new_tokens, tokenizer="of as many other pieces"))
     with pytest.raises(CheckpointError, match="another extended vocabulary"):
         made_expansion(config, other)
-    method = method_for(config.method, tmp_path / "expansion", SEED)
+    method = method_for(config.method, expansion, SEED)
+    without_vocabulary = open_base(STORIES)
     with pytest.raises(CheckpointError, match="set `vocabulary`"):
-        method.load(
-            method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE
-        )
+        model = method.build(without_vocabulary.spec, SINGLE, "none")
+        method.load(model, without_vocabulary, SINGLE)
 
-    parameters = open_estimator(
-        config, Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80)
-    ).parameters
+    cluster = Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80)
+    parameters = open_estimator(config, cluster).parameters
     assert parameters.trained == run.held[0]["trainable_parameters"]
 
 
 @rows([with_new_tokens_of("lora")])
 def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_path: Path):
     checkpoint = shutil.copytree(run.moved / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "copy")
-    probe, asked = probe_maker({}), Conversion(checkpoint, STORIES, tmp_path / "hf")
+    probe = probe_maker({})
+    asked = Conversion(checkpoint, STORIES, tmp_path / "hf")
     own = load_config(run.moved / "run.yaml").vocabulary
     for folder, error in ((tmp_path / "gone", DataError), (STORIES, ConversionError)):
         change_run(checkpoint, vocabulary=str(folder))
@@ -454,12 +519,9 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
     record.unlink()
     if changes is not None:
         record.write_text(json.dumps(values | changes))
+    path = write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})
     with pytest.raises(DataError, match=message):
-        check_stage(
-            load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})),
-            1,
-            "train",
-        )
+        check_stage(load_config(path), 1, "train")
 
 
 def is_muons(journey: Journey, name: str, parameter: torch.Tensor) -> bool:

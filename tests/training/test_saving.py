@@ -94,11 +94,15 @@ def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """When each file of a run was last written, except for the record of the attempts, and the
     summary's content.
     """
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
-    return {
-        path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"")
-        for path in files
-    }
+    written = {}
+    for path in folder.rglob("*"):
+        if not path.is_file() or path.name == attempts.NAME:
+            continue
+        content = b""
+        if path.name == "training.json":
+            content = path.read_bytes()
+        written[path] = (path.stat().st_mtime_ns, content)
+    return written
 
 
 def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tmp_path):

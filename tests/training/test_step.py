@@ -39,14 +39,12 @@ def make(folder: Path, tokens: Path, layout: str, **changes: Any) -> Path:
         "schedule__steps": 4,
         "schedule__micro_batch_size": 4 if zero == 3 else 2,
     }
-    config, path = (
-        make_run(folder, tokens, zero=zero, **settings | changes),
-        folder / f"zero{zero}.json",
-    )
+    config = make_run(folder, tokens, zero=zero, **settings | changes)
+    path = folder / f"zero{zero}.json"
     found = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(found | values | {"zero_optimization": found["zero_optimization"] | sharding})
-    )
+    found |= values
+    found["zero_optimization"] |= sharding
+    path.write_text(json.dumps(found))
     return config
 
 
@@ -62,7 +60,8 @@ def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(
 ):
     """As in a run without faults that skips the step of the permanent one from the start."""
     planned = (Planned("infinite loss", 2, times=1), Planned("nan gradient", 3, times=2))
-    faulty, plain = (make(tmp_path / name, tokens, layout) for name in ("faulty", "plain"))
+    faulty = make(tmp_path / "faulty", tokens, layout)
+    plain = make(tmp_path / "plain", tokens, layout)
     jobs = [partial(train_with, faulty, *planned), partial(train_without, plain, 3)]
     assert run_ranks(in_turn, 2, jobs) == [[0, None]] * 2
     found = metrics(tmp_path / "faulty")

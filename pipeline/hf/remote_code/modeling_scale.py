@@ -51,8 +51,9 @@ from .scale_gate import (
     set_rows,
     texts_of,
 )
-from .scale_layer import RotaryAngles, ScaleExpertLinear, ScaleLayer, ScaleRotary
+from .scale_layer import ScaleExpertLinear, ScaleLayer
 from .scale_math import choose_path, masked_sum
+from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import (
     ScaleEmbedding,
     ScaleLowRank,

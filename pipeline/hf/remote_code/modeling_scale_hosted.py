@@ -25,8 +25,8 @@ from .scale_hosted_blocks import (
     HostedNorm,
 )
 from .scale_hosted_own import low_rank_differences, own_gains
-from .scale_layer import ScaleRotary
 from .scale_math import mask_of_rows, masked_sum, own_row_logits
+from .scale_rotary import ScaleRotary
 from .scale_streams import ScaleOwnInput, own_row_table
 
 
@@ -161,6 +161,24 @@ def cache_layers(cache: Any) -> list[Any]:
     return layers if isinstance(layers, list) else []
 
 
+def padding_itself(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    """In place of the library's `create_masks_for_generate`: the base's forward makes its masks."""
+    return attention_mask
+
+
+def check_padding(attention_mask: Any) -> None:
+    """Raises ValueError: an attention mask that does not just say which tokens are padding."""
+    if attention_mask is None:
+        return
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return
+    raise ValueError(
+        "attention_mask: expected [B, T], 1 for text and 0 for padding, found a mask of pairs of "
+        "tokens, from which added attention cannot tell padding; documents in a row are told by "
+        "position_ids that begin again"
+    )
+
+
 class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A base of transformers with SCALE's expansion or LoRA's adapters; `base` is the former."""
 
@@ -179,6 +197,9 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         self.base = self._base_of(config, attention)
         # The base may lack the default, which this configuration would ask for when used again.
         config._attn_implementation = self.base.config._attn_implementation
+        # Added attention reads which tokens are padding. Masks of all pairs, which `generate` makes
+        # for a static cache, do not tell it where they are those of sliding windows.
+        self.base.create_masks_for_generate = padding_itself
         self.rotary = ScaleRotary(_rotary_of(config))
         self.embedding = None
         self.final_norm = None
@@ -312,6 +333,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         tokens = call.get("input_ids")
         if tokens is None:
             raise ValueError("give input_ids: what was added has an embedding of its own")
+        check_padding(call.get("attention_mask"))
         past = 0
         for layer in cache_layers(given_cache(call)):
             if isinstance(layer, AddedKeys):

@@ -3,8 +3,6 @@ cache."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,8 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale_hosted import HostedScaleConfig
-from .scale_layer import ScaleRotary
 from .scale_math import masked_sum, rotate, with_gain
+from .scale_rotary import ScaleRotary
 
 
 class AddedKeys(DynamicLayer):  # type: ignore[misc]
@@ -149,13 +147,15 @@ class HostedInputs:
         text_first: [B, 1, S, 1], the places of a prompt's tokens with padding behind its text;
             None: nothing is known to be padding, or `visible` hides it.
         is_text: bool [B, S], false for padding; None: all is text.
+
+    An `attention_mask` is [B, T] with T >= past + S: 1 for text, 0 for padding.
     """
 
     def __init__(
         self,
         tokens: Tensor,
         past: int,
-        attention_mask: Any,
+        attention_mask: Tensor | None,
         position_ids: Tensor | None,
         rotary: ScaleRotary,
         dtype: torch.dtype,
@@ -163,9 +163,11 @@ class HostedInputs:
         length = tokens.shape[1]
         self.past = past
         place = torch.arange(past + length, device=tokens.device)
-        known = _is_text(attention_mask, past + length)
-        self.is_text = None
-        if known is not None:
+        # Which of all tokens so far are text, bool [B, past + S]; None: all.
+        known: Tensor | None = None
+        self.is_text: Tensor | None = None
+        if attention_mask is not None:
+            known = attention_mask[:, : past + length].bool()
             self.is_text = known[:, past:]
         documents = None
         if position_ids is None:
@@ -229,16 +231,3 @@ def _visible(place: Tensor, past: int, known: Tensor | None, documents: Tensor |
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None])
     return visible[:, None]
-
-
-def _is_text(mask: Any, length: int) -> Tensor | None:
-    """Which of the `length` tokens so far are text, bool [B, length]; None: all."""
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention", next(iter(mask.values())))
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.dim() == 2:
-        return mask[:, :length].bool()
-    # A mask of attention [B, 1, S, all places of a static cache]: what the last token sees.
-    last = mask[:, 0, -1, :length]
-    return last if last.dtype == torch.bool else last == 0

@@ -3,7 +3,7 @@ of experts."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,67 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # it caps scores
 
 from .configuration_scale import ScaleConfig
-from .scale_math import (
-    choose_experts,
-    frequencies_by_length,
-    masked_sum,
-    rotary_table,
-    rotate,
-    rows_by_expert,
-)
+from .scale_math import choose_experts, masked_sum, rotate, rows_by_expert
+from .scale_rotary import RotaryAngles
 from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleLowRank, ScaleNorm, StreamPath
-
-
-class RotaryAngles(NamedTuple):
-    """cos and sin of the rotary position embedding, [B, 1, S, R]; the first R channels of each head
-    are rotated.
-
-    A tuple, so that `device_map` moves it to the device of each layer.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-
-class ScaleRotary(nn.Module):
-    """Makes the tables of one of the config's rotary embeddings.
-
-    Frequencies are buffers: a copy from the host in every pass would make it wait, and cannot be
-    captured in a CUDA graph. They are held as the bits of fp32 in integers, which casting the model
-    leaves alone.
-    """
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__()
-        self.spec = spec
-        for name in ("frequencies", "long_frequencies"):
-            held = None
-            if spec[name] is not None:
-                held = torch.empty(len(spec[name]), dtype=torch.int32)
-            self.register_buffer(name, held, persistent=False)
-        self.fill()
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Sets the buffers, which `from_pretrained` makes without values."""
-        for name, held in self.named_buffers():
-            values = torch.tensor(self.spec[name], dtype=torch.float32, device="cpu")
-            held.copy_(values.view(torch.int32))
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
-        """The table in `dtype` for positions [B, S]."""
-        frequencies = self._held("frequencies", positions.device)
-        context = self.spec["context"]
-        if context is not None:
-            lengths = positions.amax(-1, keepdim=True) + 1
-            long_frequencies = self._held("long_frequencies", positions.device)
-            frequencies = frequencies_by_length(lengths, context, frequencies, long_frequencies)
-        cos, sin = rotary_table(frequencies, positions, self.spec["attention_factor"], dtype)
-        return RotaryAngles(cos.unsqueeze(1), sin.unsqueeze(1))
-
-    def _held(self, name: str, device: torch.device) -> Tensor:
-        bits: Tensor = getattr(self, name)
-        return bits.view(torch.float32).to(device)
 
 
 class ScaleAttention(nn.Module):

@@ -49,14 +49,12 @@ def packed(
 
 
 def rows(corpus: PackedCorpus, name: str) -> list[list[int]]:
-    """An array of every sample, with _ for what is ignored."""
-    return [
-        [_ if value == IGNORED else int(value) for value in getattr(sample, name)]
-        for sample in corpus
-    ]
+    """An array of every sample, as lists."""
+    return [getattr(sample, name).astype(int).tolist() for sample in corpus]
 
 
 _ = IGNORED
+"""So that targets that are not predicted read as blanks."""
 
 
 def test_samples_by_hand():
@@ -106,10 +104,12 @@ def test_samples_of_prompts_and_answers_by_hand():
 
 def predicted(corpus: PackedCorpus) -> list[int]:
     """The targets in order; each is the token after the one it is predicted from."""
+    targets: list[int] = []
     for sample in corpus:
         at = sample.targets != IGNORED
         assert np.array_equal(sample.targets[at], sample.tokens[at] + 1)
-    return [target for sample in corpus for target in sample.targets[sample.targets != IGNORED]]
+        targets += sample.targets[at].tolist()
+    return targets
 
 
 @given(LENGTHS, st.integers(2, 17), st.booleans())
@@ -118,9 +118,11 @@ def test_after_another_documents_end_every_token_but_the_first_is_predicted_once
 ):
     corpus = packed(Documents(lengths), length, whole=whole, end=True)
     assert predicted(corpus) == list(range(2, sum(lengths) + 1))
+    ends = np.cumsum(lengths)  # tokens are numbered: these are the documents' last ones
     for sample in corpus:
-        at = np.flatnonzero(sample.targets != IGNORED)
-        assert np.all(sample.positions[at[np.isin(sample.tokens[at], np.cumsum(lengths))]] == 0)
+        is_end = np.isin(sample.tokens, ends)
+        predicts = sample.targets != IGNORED
+        assert np.all(sample.positions[is_end & predicts] == 0), "it begins the next document"
 
 
 @given(LENGTHS, st.integers(1, 17), st.booleans())
@@ -146,10 +148,12 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(
         assert np.array_equal(sample.positions == 0, new)
         assert np.all(np.diff(sample.positions)[~new[1:]] == 1)
     assert read == list(range(1, sum(lengths) + 1))
-    # Everything is predicted except the first token of each text: that of a document, or of the
-    # corpus.
-    firsts = np.cumsum([0, *lengths])[:-1] + 1 if mask else [1]
-    assert predicted(corpus) == [token for token in read if token not in firsts]
+    # Everything is predicted except the first token of each text: that of a document, or, where
+    # attention crosses documents, of the corpus.
+    first_tokens = [1]
+    if mask:
+        first_tokens = np.cumsum([0, *lengths])[:-1] + 1
+    assert predicted(corpus) == [token for token in read if token not in first_tokens]
 
 
 @given(
@@ -158,22 +162,26 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(
     st.booleans(),
 )
 def test_every_answer_is_predicted_once_and_stays_with_its_prompt(pairs, length, mask):
-    source = Documents(
-        [prompt + answer for prompt, answer in pairs], [prompt for prompt, _ in pairs]
-    )
+    prompt_lengths = [prompt for prompt, _ in pairs]
+    source = Documents([prompt + answer for prompt, answer in pairs], prompt_lengths)
     corpus = packed(source, length, mask=mask, whole=True)
-    assert [token for sample in corpus for token in sample.tokens if token] == list(
-        range(1, source.tokens + 1)
-    )
+
+    # Every token is read once; those of answers are predicted once, and begin where they should.
+    read: list[int] = []
+    begun: list[int] = []
+    cuts: list[int] = []
+    for sample in corpus:
+        read += sample.tokens[sample.tokens != PADDING].tolist()
+        begun += sample.targets[sample.answer_starts].tolist()
+        # Tokens are numbered from 1: this is the place in the source where the sample begins.
+        cuts.append(int(sample.tokens[0]) - 1)
+    assert read == list(range(1, source.tokens + 1))
     assert predicted(corpus) == list(np.flatnonzero(~source.prompts) + 1)
-    begun = [target for sample in corpus for target in sample.targets[sample.answer_starts]]
-    assert begun == [
-        start + prompt + 1 for start, (prompt, _) in zip(source.starts, pairs, strict=True)
-    ]
-    cuts = {0} | {int(sample.tokens[0]) - 1 for sample in corpus}
-    whole = [
-        (start, sum(pair))
-        for start, pair in zip(source.starts, pairs, strict=True)
-        if sum(pair) <= length
-    ]
-    assert not [start for start, size in whole if any(start < cut < start + size for cut in cuts)]
+    answer_places = source.starts + np.array(prompt_lengths)
+    assert begun == list(answer_places + 1)
+
+    # A document that fits into a sample is not cut.
+    for start, pair in zip(source.starts, pairs, strict=True):
+        end = start + sum(pair)
+        if end - start <= length:
+            assert not any(start < cut < end for cut in cuts)

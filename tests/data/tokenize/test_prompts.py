@@ -39,17 +39,31 @@ def test_prompt_and_answer_are_encoded_separately_and_recognized(
     path = write_pairs(tmp_path / "x.jsonl")
     if kind == "parquet":
         path = tmp_path / "x.parquet"
-        columns = {
-            "text": [answer for _, answer in PAIRS],
-            "question": [prompt for prompt, _ in PAIRS],
-        }
-        pq.write_table(pa.table(columns), path, row_group_size=7)
+        questions, answers = zip(*PAIRS, strict=True)
+        table = pa.table({"text": answers, "question": questions})
+        pq.write_table(table, path, row_group_size=7)
     made = tokenize(tmp_path / "out", path, prompt_key="question", unit_bytes=unit_bytes)
-    assert stored_pairs(tmp_path / "out") == [pair_ids(*pair) for pair in PAIRS]
-    assert len(made.shards) > 3 if unit_bytes == 700 else len(made.shards) == 1
-    assert made.prompt_tokens == sum(len(pair_ids(*pair)[0]) for pair in PAIRS)
-    assert made.prompt_bytes == sum(len(prompt.encode()) for prompt, _ in PAIRS)
-    assert made.bytes == sum(len((prompt + answer).encode()) for prompt, answer in PAIRS)
+    if unit_bytes == 700:
+        assert len(made.shards) > 3
+    else:
+        assert len(made.shards) == 1
+
+    expected_ids = []
+    prompt_tokens = 0
+    prompt_bytes = 0
+    answer_bytes = 0
+    for prompt, answer in PAIRS:
+        prompt_ids, answer_ids = pair_ids(prompt, answer)
+        expected_ids.append((prompt_ids, answer_ids))
+        prompt_tokens += len(prompt_ids)
+        prompt_bytes += len(prompt.encode())
+        answer_bytes += len(answer.encode())
+    assert stored_pairs(tmp_path / "out") == expected_ids
+    assert made.prompt_tokens == prompt_tokens
+    assert made.prompt_bytes == prompt_bytes
+    assert made.bytes == prompt_bytes + answer_bytes
+
+    # The mask of any part of the corpus is that part of the mask of the whole.
     corpus = TokenCorpus(tmp_path / "out")
     whole = corpus.prompt_mask(0, corpus.tokens)
     for start, stop in np.sort(np.random.default_rng(0).integers(0, corpus.tokens, (100, 2))):

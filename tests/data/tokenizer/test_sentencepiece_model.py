@@ -127,18 +127,21 @@ def test_a_conversion_has_the_same_ids(kind: str):
     rounding."""
     model = trained(**KINDS[kind])
     tokenizer = converted(model, (1,))
-    read = [
-        *ODD,
-        *(
-            text
-            for text in stories(60)
-            if not any(token in text for token in model.reserved_tokens)
-        ),
-    ]
-    different = [text for text in read if tokenizer.encode(text).ids != [1, *ids_of(model, text)]]
-    assert len(read) > 60 and len(different) <= (2 if "unigram" in kind else 0)
+    read = [*ODD]
+    for text in stories(60):
+        if not any(token in text for token in model.reserved_tokens):
+            read.append(text)
+    assert len(read) > 60
+
+    different = []
+    for text in read:
+        if tokenizer.encode(text).ids != [1, *ids_of(model, text)]:
+            different.append(text)
+    several_best_cuts = 2 if "unigram" in kind else 0
+    assert len(different) <= several_best_cuts
     if kind == "llama":
-        assert [tokenizer.decode(tokenizer.encode(text).ids) for text in read[7:]] == read[7:]
+        for text in read[7:]:
+            assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_the_suffix_decides_what_is_written(tmp_path: Path):

@@ -8,9 +8,12 @@
 #SBATCH --signal=B:USR1@300
 #
 # The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done
-# are skipped, so the same command again continues where it stopped. So are stages that a run does
-# not ask for: clean, for corpora with that section, sample, in which the base writes self-generated
-# text, and gate.
+# are skipped, so the same command again continues where it stopped.
+#
+# Stages that a run does not ask for are skipped, too:
+#   clean     needs corpora with a section of that name
+#   sample    needs a corpus of self-generated text, which the base writes
+#   gate      needs a section of that name
 #
 #   sbatch slurm/cpt_korean.sh                              on Slurm's nodes, a rank per task or GPU
 #   bash slurm/cpt_korean.sh                                all on one machine

@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # The run as a chain of jobs, each with the nodes it needs: cleaning → tokenization → training →
-# conversion → evaluation. Cleaning is one for corpora with a section `clean` only, on one node;
-# slurm/clean_corpus.sh spreads it over many. Self-generated text is written at the beginning of the
-# training job, and a gate is fitted at its end, on the GPUs of its first node.
+# conversion → evaluation. A job starts when the one before has succeeded. If one fails, those after
+# it are cancelled.
 #
-# A job starts when the one before has succeeded. If one fails, those after it are cancelled. The
-# options of this script are sbatch's, for the training job:
+# The options of this script are sbatch's, for the training job:
 #
 #   bash slurm/submit_pipeline.sh configs/demo.yaml --nodes=4 --ntasks-per-node=8
 #   CONFIG=configs/demo.yaml bash slurm/submit_pipeline.sh
 #
-# SERIAL_SBATCH_OPTIONS are the options of the other jobs. Tokenization is an array of eight tasks
-# of one node each, which share the work and may start at different times. Training waits for all
-# eight.
+# SERIAL_SBATCH_OPTIONS are the options of the other jobs.
+#
+#   cleaning        on one node, for corpora with a section `clean` only; slurm/clean_corpus.sh
+#                   spreads it over many
+#   tokenization    an array of eight tasks of one node each, which share the work and may start at
+#                   different times; training waits for all eight
+#   training        the base writes self-generated text at its beginning, and a gate is fitted at its
+#                   end, on the GPUs of its first node
 #
 # Without Slurm the stages run one after the other on this machine. Stages that are done are
 # skipped.

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import StageRecord, load_manifest
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.model_card import _corpora, _terms
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.model_card import _corpora, licence_of
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import BaseModelError, ConversionError
 from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files
@@ -203,12 +203,12 @@ def test_terms_in_a_strangers_card(card, expected, tmp_path, monkeypatch, caplog
     """None: the card cannot be read, and a warning says so."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(card)
-    assert _terms(tmp_path, card_of(tmp_path)) == (expected or {})
+    assert licence_of(tmp_path, card_of(tmp_path)) == (expected or {})
     assert not (tmp_path / "made").exists()
     assert ("front matter cannot be read" in caplog.text) == (expected is None)
     (tmp_path / "LICENSE").write_text("Do as you like.")
     if "license" not in (expected or {}):
-        assert _terms(tmp_path, card_of(tmp_path))["license_link"] == "LICENSE"
+        assert licence_of(tmp_path, card_of(tmp_path))["license_link"] == "LICENSE"
 
 
 def kept_of(base: Path, folder: Path) -> set[str]:

@@ -40,7 +40,7 @@ from pipeline.conversion.convert import (
     packing_of,
     run_sources,
 )
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer

@@ -21,6 +21,7 @@ _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
 _BEFORE_THE_FIRST_S = 1.0
 _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
+_BEFORE_THE_FIRST_LOG_LINE_S = 5.0
 _LOG_LINE = (
     "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, "
     "{remaining} left"
@@ -159,7 +160,7 @@ def progress_bar(
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
     On a terminal the bar appears after a second and disappears at the end. In a log it is a line
-    every `every_s` seconds, by default 30.
+    every `every_s` seconds; by default the first comes after 5, and one more every 30.
 
     Args:
         done: how much was done earlier, which does not count for the speed.
@@ -184,12 +185,19 @@ def progress_bar(
         )
     if every_s is None:
         every_s = _BETWEEN_LOG_LINES_S
-    return bar(
+        # Sooner than the others: a stage whose parts take half a minute each would say nothing.
+        first_s = min(_BEFORE_THE_FIRST_LOG_LINE_S, every_s)
+    else:
+        first_s = every_s
+    lines = bar(
         file=cast("IO[str]", _LogLines()),
-        delay=every_s,
+        delay=first_s,
         mininterval=every_s,
         bar_format=_LOG_LINE,
     )
+    # tqdm draws when `mininterval` is over since the last drawing; it takes the start for one.
+    lines.last_print_t -= every_s - first_s
+    return lines
 
 
 def counted(items: Iterable[_T], what: str, total: int, unit: str) -> Iterator[_T]:

@@ -14,7 +14,7 @@ import torch
 from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.conversion.convert import EXPORT, Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers

@@ -37,6 +37,19 @@ def test_a_log_has_a_plain_line_each_time(caplog):
     assert all(line.endswith(" left") and "\r" not in line for line in said)
 
 
+def test_the_first_line_in_a_log_comes_sooner_than_the_next(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_BETWEEN_LOG_LINES_S", 30.0)
+    monkeypatch.setattr(log, "_BEFORE_THE_FIRST_LOG_LINE_S", 5.0)
+    with caplog.at_level(logging.INFO, "pipeline"):
+        bar = progress_bar("reading", 100, " tokens")
+        now = bar.start_t
+        # `_time` is tqdm's clock.
+        for seconds, lines in ((4, 0), (6, 1), (30, 1), (37, 2)):
+            monkeypatch.setattr(bar, "_time", lambda seconds=seconds: now + seconds)
+            bar.update(1)
+            assert len(caplog.records) == lines, seconds
+
+
 def test_a_bar_on_a_terminal_disappears(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setting import CheckRow, Setting, dtype_name
+from benchmarks.gpu.setting import CheckRow, Setting, dtype_name, largest_error
 from benchmarks.gpu_step.peak_memory import PeakMemory
 from pipeline.model.attention import (
     Attend,
@@ -119,11 +119,11 @@ def _errors(
     expected = _with_gradients(literal, weights, exact)
     for kernel in kernels:
         found = _with_gradients(kernel(*heads), weights, heads)
-        error = 0.0
+        errors: list[float] = []
         for own, wanted in zip(found, expected, strict=True):
             largest = wanted.abs().max().clamp(min=1.0)
-            error = max(error, float((own - wanted).abs().max() / largest))
-        yield getattr(kernel, "__name__", type(kernel).__name__), error
+            errors.append(float((own - wanted).abs().max() / largest))
+        yield getattr(kernel, "__name__", type(kernel).__name__), largest_error(errors)
 
 
 def _random_heads(

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setting import CheckRow, Setting
+from benchmarks.gpu.setting import CheckRow, Setting, largest_error
 from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.parallel.quantized import Quantization, computes_in_fp8, frozen_product
 
@@ -44,7 +44,7 @@ def check_rounding(setting: Setting) -> Iterator[CheckRow]:
         of_gradient = _relative_error(of_x.cpu(), of_x_cpu)
         yield CheckRow(
             f"{name}: against a CPU's",
-            max(error, of_gradient) < _TOLERANCE,
+            largest_error([error, of_gradient]) < _TOLERANCE,
             f"off by {error:.1e}, its gradient by {of_gradient:.1e}",
         )
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.fp8_rounding import check_rounding
-from benchmarks.gpu.setting import CheckRow, Setting, dtype_name, small_methods, started
+from benchmarks.gpu.setting import (
+    CheckRow,
+    Setting,
+    dtype_name,
+    largest_error,
+    small_methods,
+    started,
+)
 from benchmarks.gpu_step.models import our_model, set_randomly
 from benchmarks.results import BASES, STORIES
 from pipeline.config.base import BasePrecision
@@ -111,7 +118,7 @@ def _preservation(
     if not exact:
         off_x = float((x - expected_x).abs().max())
         off_logits = float((logits - expected_logits).abs().max())
-        found = f"off by {max(off_x, off_logits):.2g}"
+        found = f"off by {largest_error([off_x, off_logits]):.2g}"
     return CheckRow(
         f"{name}: the base's stream and logits in a trained model",
         exact and moved > 0,

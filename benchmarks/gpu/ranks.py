@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.setting import CheckRow, Setting, started
+from benchmarks.gpu.setting import CheckRow, Setting, largest_error, started
 from pipeline import log
 from pipeline.config.health import WatchdogSettings as Limits
 from pipeline.config.method import FullFineTuning
@@ -70,9 +70,11 @@ def check_two_ranks(setting: Setting) -> CheckRow:
             process.join()
 
     expected_loss, expected_norm = _loss_and_norm(setting, SINGLE)
-    error = 0.0
+    errors: list[float] = []
     for loss, norm in results:
-        error = max(error, abs(loss / expected_loss - 1), abs(norm / expected_norm - 1))
+        errors.append(abs(loss / expected_loss - 1))
+        errors.append(abs(norm / expected_norm - 1))
+    error = largest_error(errors)
     return CheckRow(
         "two ranks on one device, through gloo: loss and gradient norm of tp 2",
         error < 1e-4,

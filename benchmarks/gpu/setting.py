@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,14 @@ class CheckRow(NamedTuple):
 def dtype_name(dtype: torch.dtype) -> str:
     """A type as rows name it: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def largest_error(errors: Sequence[float]) -> float:
+    """The largest of `errors`; NaN where one is NaN, unlike Python's `max`.
+
+    So a comparison with a tolerance fails for results that are no numbers.
+    """
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def memory_row(check: str, estimated_gib: float, measured_gib: float | None) -> CheckRow:

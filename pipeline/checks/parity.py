@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pipeline import log
-from pipeline.conversion.probe import windows_of
+from pipeline.conversion.probe_texts import windows_of
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hf.base_files import base_config
 from pipeline.hf.probe_texts import PROBE_TEXTS

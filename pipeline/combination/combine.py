@@ -20,7 +20,7 @@ from pipeline.config.method import title_of
 from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
 from pipeline.conversion.model_card import markdown_table
-from pipeline.conversion.probe import windows_of
+from pipeline.conversion.probe_texts import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer

@@ -170,7 +170,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         run_sources,
     )
     from pipeline.conversion.difference import FOUR_BITS
-    from pipeline.conversion.probe import probe_maker
+    from pipeline.conversion.probe_texts import probe_maker
     from pipeline.data.sources.records import Keys
     from pipeline.hf.served_tokenizer import texts_of
 

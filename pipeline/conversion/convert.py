@@ -29,7 +29,7 @@ from pipeline.conversion.difference import (
 )
 from pipeline.conversion.formats import check_format, check_tp_size, choose_export
 from pipeline.conversion.model_card import model_card, on_stored_scale
-from pipeline.conversion.probe import MakeProbe, Probe
+from pipeline.conversion.probe_texts import MakeProbe, Probe
 from pipeline.conversion.verify import Loader, Report, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
@@ -50,11 +50,12 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
-from pipeline.hosted.bases import computed_dtype, unsupported_in
+from pipeline.hosted.bases import computed_dtype, runnable_types, unsupported_in
 from pipeline.hub import source_of
 from pipeline.methods.own_tokens import frequent_tokens
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY, read_spec
+from pipeline.model.spec import DecoderSpec
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
@@ -314,14 +315,29 @@ def _check_options(conversion: Conversion, model: TrainedModel) -> None:
             f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
             f"found format {written} of method {model.settings.name}; leave them out"
         )
-    if conversion.dtype is None:
+    if conversion.dtype is not None:
+        check_written_dtype(model.base.spec, conversion.dtype)
+
+
+def check_written_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
+    """Checks that an export of this base runs in the type that is asked for.
+
+    Raises:
+        ConversionError: the base is hosted, and does not; see `dtype_unsupported_reason`.
+    """
+    reason = unsupported_in(spec, dtype)
+    if reason is None:
         return
-    reason = unsupported_in(model.base.spec, conversion.dtype)
-    if reason is not None:
+    base = f"a hosted base (model_type {spec.family}), {reason}"
+    found = dtype_name(dtype)
+    allowed = runnable_types(spec)
+    if not allowed:
         raise ConversionError(
-            f"--dtype: expected fp32 with a hosted base (model_type {model.base.spec.family}), "
-            f"{reason}, found {dtype_name(conversion.dtype)}; leave --dtype out"
+            f"--dtype: no type of numbers fits {base}, found {found}; take another base"
         )
+    raise ConversionError(
+        f"--dtype: expected {' or '.join(allowed)} with {base}, found {found}; leave --dtype out"
+    )
 
 
 def _write_expansion(

@@ -32,7 +32,7 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.conversion.fixed_gate import FixedGate
 from pipeline.conversion.logit_comparison import LogitDifference, compare_texts, worst_of
 from pipeline.conversion.merged import merged_export
-from pipeline.conversion.probe import Probe
+from pipeline.conversion.probe_texts import Probe
 from pipeline.conversion.verify import FINER, GRANTED, ROUNDINGS, Report
 from pipeline.errors import ConversionError, faults_of_library
 from pipeline.hf.base_files import base_config, text_token_ids

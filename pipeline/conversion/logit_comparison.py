@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.conversion.probe import Probe
+from pipeline.conversion.probe_texts import Probe
 from pipeline.model.output import perplexity
 from pipeline.scale_math import NEVER
 

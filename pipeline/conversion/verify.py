@@ -28,7 +28,7 @@ from pipeline.conversion.logit_comparison import (
     compare_texts,
     worst_of,
 )
-from pipeline.conversion.probe import Probe
+from pipeline.conversion.probe_texts import Probe
 from pipeline.errors import ConversionError
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.write import dtype_name

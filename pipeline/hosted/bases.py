@@ -32,6 +32,12 @@ from pipeline.parallel.sharding import zero_partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 
+_FILES_OF_TYPES = {
+    "bf16": "ds_configs/zero1.json or zero3.json",
+    "fp32": "ds_configs/zero1_fp32.json or zero3_fp32.json",
+}
+"""Settings of DeepSpeed for a run in each type."""
+
 
 def read_spec(path: Path, code: BaseCode | None = None) -> DecoderSpec:
     """The architecture that the folder's config.json describes; `path` may be that file itself.
@@ -111,20 +117,25 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
         return
     base = f"a hosted base (model_type {spec.family}), {reason}"
     found = str(dtype).removeprefix("torch.")
-    allowed = []
-    files = []
-    for other, name, file in (
-        (torch.bfloat16, "bf16", "ds_configs/zero1.json or zero3.json"),
-        (torch.float32, "fp32", "ds_configs/zero1_fp32.json or zero3_fp32.json"),
-    ):
-        if unsupported_in(spec, other) is None:
-            allowed.append(name)
-            files.append(file)
+    allowed = runnable_types(spec)
     if not allowed:
         raise ConfigError(f"base: no type of numbers fits {base}, found {found}; take another base")
+    files = _FILES_OF_TYPES[allowed[0]]
     raise ConfigError(
-        f"deepspeed: expected {' or '.join(allowed)} with {base}, found {found}; take {files[0]}"
+        f"deepspeed: expected {' or '.join(allowed)} with {base}, found {found}; take {files}"
     )
+
+
+def runnable_types(spec: DecoderSpec) -> list[str]:
+    """Which of bf16 and fp32 a base runs in, in this order; empty where no type fits it.
+
+    fp16 is no remedy: a base that does not run in bf16 does not run in fp16 either.
+    """
+    types: list[str] = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        if unsupported_in(spec, dtype) is None:
+            types.append(name)
+    return types
 
 
 def computed_dtype(base: BaseFolder) -> torch.dtype:

@@ -8,9 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.hosted.discovery.twin import EXPERTS_OF_A_TOKEN
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.transformers_model import hosted_config
+
+EXPERTS_OF_A_TOKEN = (
+    r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token"
+)
+"""What configurations call the number of experts that a token takes."""
 
 
 def idle_parameters(spec: HostedSpec, base: nn.Module) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.hosted.discovery.maps_and_norms import linear_sizes
 from pipeline.hosted.own_calls import call_with_own_gain
+from pipeline.hosted.transformers_model import linear_sizes
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import REPLICATED, full_shape_of, sharded_parameter
 from pipeline.parallel.topology import SINGLE

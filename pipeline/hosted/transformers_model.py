@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.hosted.spec import HostedSpec
@@ -152,6 +153,15 @@ def _unaligned_experts(model: Any, dtype: torch.dtype) -> tuple[str, tuple[int, 
             # Both: the product for the input's gradient reads the transpose.
             if rows * dtype.itemsize % _ALIGNED_BYTES or columns * dtype.itemsize % _ALIGNED_BYTES:
                 return f"{module_name}.{name}", (rows, columns)
+    return None
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """The sizes of a linear map's input and output; None: the module is none."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
     return None
 
 

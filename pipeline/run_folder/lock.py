@@ -223,7 +223,7 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     Raises:
         RunFolderError: nothing can be written there.
         FolderTakenError: another process owns the lock.
-    """
+    """  # noqa: DOC501
     existing = nearest_existing(folder)
     if not existing.is_dir():
         raise RunFolderError(f"{folder}: {existing} is no folder; name another `folder`")
@@ -232,8 +232,7 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     path = lock_path(folder, stage)
     owner = living_owner(path)
     if owner is not None:
-        refused: FolderTakenError = _refusal(path, owner)
-        raise refused
+        raise _refusal(path, owner)
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:

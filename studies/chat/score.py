@@ -25,7 +25,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_sources
 from pipeline.conversion.model_card import markdown_table
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenizer.chats import chat_template

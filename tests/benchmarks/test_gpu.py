@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as parts
+from benchmarks.gpu import attention, fp8_rounding, ranks
 from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.gpu_step import __main__ as gpu_step
 from benchmarks.gpu_step import models
@@ -23,6 +24,7 @@ from benchmarks.gpu_step.table import columns_of, row_of
 from benchmarks.gpu_step.table import rows_of as rows_of_contenders
 from benchmarks.gpu_step.variants import OURS, THEIRS, Variant, all_variants
 from benchmarks.results import ROOT, Elapsed
+from pipeline.model.attention import CausalAttention
 from tests.benchmarks.calls import rows_of
 
 pytestmark = pytest.mark.full
@@ -50,6 +52,63 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
         for name, row in rows.items()
         if row.passed is not True and not name.endswith(NOT_JUDGED)
     ] == []
+
+
+def test_a_kernel_that_gives_nan_fails(tmp_path, monkeypatch):
+    """Its results or its gradients: `max(0.0, nan)` is 0.0 in Python."""
+
+    class WithNan:
+        def __init__(self, *, in_gradients):
+            self.in_gradients = in_gradients
+
+        def __call__(self, query, key, value):
+            result = CausalAttention()(query, key, value)
+            if self.in_gradients:
+                result.register_hook(lambda gradient: gradient * torch.nan)
+                return result
+            return result * torch.nan
+
+    for in_gradients in (False, True):
+        kernel = WithNan(in_gradients=in_gradients)
+        monkeypatch.setattr(attention, "_kernels", lambda *_, kernel=kernel, **__: [kernel])
+        rows = rows_of_part("attention", tmp_path).values()
+        of_kernel = [row for row in rows if row.check.startswith("WithNan")]
+        assert len(of_kernel) == 24
+        assert not any(row.passed for row in of_kernel)
+        assert {row.found for row in of_kernel} == {"nan"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_loss_is_nan_fails(rank, tmp_path, monkeypatch):
+    """The losses and the norms are compared as the two processes send them."""
+
+    class Rank:
+        def join(self):
+            pass
+
+    def two(_, target, port, setting, senders):
+        for number, sender in enumerate(senders):
+            loss, norm = ranks._loss_and_norm(setting, ranks.SINGLE)
+            sender.send((torch.nan if number == rank else loss, norm))
+        return [Rank(), Rank()]
+
+    monkeypatch.setattr(ranks, "_two", two)
+    row = ranks.check_two_ranks(Setting("cpu", tmp_path, 60.0))
+    assert (row.passed, row.found) == (False, "off by nan")
+
+
+def test_a_product_in_fp8_whose_gradient_is_nan_fails(tmp_path, monkeypatch):
+    with_gradient = fp8_rounding._with_gradient
+
+    def with_nan(*arguments):
+        y, of_x = with_gradient(*arguments)
+        return y, of_x * torch.nan
+
+    monkeypatch.setattr(fp8_rounding, "_with_gradient", with_nan)
+    rows = fp8_rounding.check_rounding(Setting("cpu", tmp_path, 60.0))
+    against_cpu = [row for row in rows if row.check.endswith("against a CPU's")]
+    assert against_cpu
+    assert not any(row.passed for row in against_cpu)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipeline.conversion.adapter import (
 )
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.hf.load import load_hf_model
 from tests.conversion.checkpoints import training_decoder

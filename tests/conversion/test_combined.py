@@ -410,6 +410,23 @@ def test_a_tensor_that_an_expansion_lacks_is_named(exports, tmp_path):
 
 
 @pytest.mark.full
+def test_frequencies_that_no_folder_holds_are_not_called_missing(exports, tmp_path, monkeypatch):
+    """The expansions share the base's, which may have no values yet."""
+    folder = tmp_path / "combined"
+    combine(folder, {"ko": exports["ko"]})
+    share_base = CombinedForCausalLM.share_base
+
+    def share_without_values(model):
+        model.rotary.to("meta")
+        share_base(model)
+
+    monkeypatch.setattr(CombinedForCausalLM, "share_base", share_without_values)
+    model = CombinedForCausalLM.from_pretrained(folder)
+    assert next(model.rotary.buffers()).is_meta
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.full
 @torch.no_grad()
 def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path):
     folder = tmp_path / "served"

@@ -31,7 +31,7 @@ from pathlib import Path
 from pipeline.hf import write as hf_write
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.checkpoint.trained_model import open_trained
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 
 hf_write.FILE_BYTES = 2**21  # a file is whole in memory
 checkpoint, base, small_checkpoint, small_base, output, text, *formats = sys.argv[1:]

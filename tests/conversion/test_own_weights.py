@@ -15,7 +15,7 @@ from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion

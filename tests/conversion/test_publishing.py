@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.checkpoint.manifest import StageRecord, load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.model_card import _corpora, _terms
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import BaseModelError, ConversionError
 from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files

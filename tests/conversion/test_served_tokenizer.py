@@ -13,7 +13,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.evaluation.benchmarks import benchmark_model

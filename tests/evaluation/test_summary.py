@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results

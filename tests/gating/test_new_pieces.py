@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from pipeline.combination.combine import combine
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, learn_extension, write_extension
 from pipeline.data.tokenizer.load import load_tokenizer

@@ -117,7 +117,8 @@ PARTLY_FP32: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_intermediate_size": 20, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1},
     ),
 }
-"""Kinds of which transformers keeps parameters in fp32 in a model of 16 bits."""
+"""Kinds of which transformers keeps parameters in fp32 in a model of 16 bits (`gpt_oss`: of fp16
+alone)."""
 
 PICTURE_TOKEN = 5
 """What stands for a picture in a text of `gemma3`, four times; its pictures have 28 x 28 pixels."""

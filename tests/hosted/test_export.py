@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, StaticCache
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.convert import Conversion, check_written_dtype, convert
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate
@@ -283,6 +283,27 @@ def test_an_expansion_starts_another_run(runs, tokens, tmp_path):
         init_expansion=str(tmp_path / "x"),
     )
     assert run_ranks(train, 1, path) == [0]
+
+
+def test_a_refused_dtype_names_the_types_that_fit(tmp_path):
+    """bf16 too where fp16 alone is refused; and no type where experts fit none."""
+    gpt_oss = opened(save_hosted("gpt_oss", tmp_path / "gpt_oss")).spec
+    check_written_dtype(gpt_oss, torch.bfloat16)
+    message = (
+        r"--dtype: expected bf16 or fp32 with a hosted base \(model_type gpt_oss\), .*norm\.weight "
+        r"in fp32, found float16; leave --dtype out$"
+    )
+    with pytest.raises(ConversionError, match=message):
+        check_written_dtype(gpt_oss, torch.float16)
+
+    spec = opened(save_hosted("qwen3_moe", tmp_path / "qwen3_moe")).spec
+    spec = replace(spec, config={**spec.config, "moe_intermediate_size": 18})
+    message = (
+        r"--dtype: no type of numbers fits a hosted base \(model_type qwen3_moe\), whose experts .*"
+        r", found float32; take another base$"
+    )
+    with pytest.raises(ConversionError, match=message):
+        check_written_dtype(spec, torch.float32)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
 from pipeline.conversion.adapter import load_with_adapter
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.files.json_files import read_object
 from tests.distributed import run_ranks

@@ -28,7 +28,7 @@ from pipeline.errors import FolderTakenError
 from pipeline.run_folder import lock
 lock.TOUCH_EVERY_S = 0.2
 if len(sys.argv) > 2:
-    lock.machine = lambda: sys.argv[2]
+    lock.machine_id = lambda: sys.argv[2]
 try:
     with lock.RunLock(Path(sys.argv[1])):
         print("held", flush=True)

@@ -18,7 +18,7 @@ from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.errors import ConfigError, DataError

@@ -209,7 +209,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
                     elif parameter.is_meta:
                         missing.append(key)
                 for leaf, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_meta:
+                    # No file holds the others: rotary frequencies, which are the base's.
+                    is_stored = leaf not in module._non_persistent_buffers_set
+                    if is_stored and buffer.is_meta:
                         missing.append(f"{path}.{leaf}")
             check_complete(name, missing)
             add_other_tokens(model, own, self.config.vocab_size)

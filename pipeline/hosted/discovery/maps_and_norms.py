@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.hosted.discovery.blocks import BATCH, FoundBlock
 from pipeline.hosted.discovery.recorded_calls import Call, Calls
+from pipeline.hosted.transformers_model import linear_sizes
 
 
 def find_linear_maps(blocks: Sequence[FoundBlock], calls: Calls) -> list[nn.Module]:
@@ -74,15 +75,6 @@ def last_norms(twin: nn.Module, calls: Calls, layers: Sequence[nn.Module]) -> li
         if module in calls and module not in within and calls[module][0].place > end:
             later.append(module)
     return find_norms(later, calls)
-
-
-def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """The sizes of a linear map's input and output; None: the module is none."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return None
 
 
 def names_within(

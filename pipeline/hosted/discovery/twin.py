@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import faults_of_library
+from pipeline.hosted.mixtures import EXPERTS_OF_A_TOKEN
 from pipeline.hosted.structure import UnsupportedStructureError
 from pipeline.hosted.transformers_model import model_class_of
 
@@ -27,10 +28,6 @@ FIRST_SPECIAL_TOKEN = 192
 """Token ids from here on stand for the base's special tokens; probes use the ids below."""
 _MOST_PARAMETERS = 200_000_000
 _ROTARY_PART = 16  # of a head of latent attention
-EXPERTS_OF_A_TOKEN = (
-    r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token"
-)
-"""What configurations call the number of experts that a token takes."""
 
 # The first pattern that matches an entry's whole name gives its largest value in the twin.
 _LARGEST: tuple[tuple[str, int], ...] = (

@@ -28,6 +28,27 @@
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
 set -euo pipefail
 
+print_usage() {
+    cat <<'USAGE'
+usage: bash slurm/cpt_korean.sh [CONFIG] [--set KEY=VALUE]... [STAGE...]
+       bash slurm/cpt_korean.sh [CONFIG] --dry-run [options of scale-cpt train]
+
+  CONFIG       a run's YAML file or folder; default: configs/cpt_korean_llama3.2_1b.yaml
+  --set        changes a setting, such as --set schedule.steps=20
+  STAGE        clean tokenize sample upscale train gate convert evaluate; default: all of them
+  --dry-run    prints the plan, and what would stop the run
+
+With sbatch in place of bash it runs on Slurm's nodes. docs/clusters.md has more.
+USAGE
+}
+
+for argument; do
+    if [[ "$argument" == --help || "$argument" == -h ]]; then
+        print_usage
+        exit 0
+    fi
+done
+
 script=$(cd "$(dirname "$0")" >/dev/null && pwd)/${0##*/} # before the folder changes
 # sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called
 # in, not that of $0.
@@ -38,12 +59,25 @@ source slurm/common.sh || {
 }
 load_site
 
+named_config=${CONFIG:-}
+[[ "${1:--}" == -* ]] || named_config=$1
 choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
     read -ra cluster <<<"$(planned_cluster "$script")"
     planned=("${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}")
     here python -m pipeline train --dry-run "${planned[@]}"
+fi
+for argument in "${arguments[@]}"; do
+    case "$argument" in
+        --dry-run) die "--dry-run: give it before stages and other options" ;;
+        --dry*) die "unknown option $argument; did you mean --dry-run?" ;;
+        -*) die "unknown option $argument; the options are --dry-run, --set KEY=VALUE and --help" ;;
+    esac
+done
+if [[ -z "$named_config" ]] && ! on_slurm; then
+    say "no run is named: this is the default, $CONFIG;" \
+        "another is the first argument, as in: bash slurm/cpt_korean.sh configs/demo.yaml"
 fi
 
 if ((${#arguments[@]} > 0)); then

@@ -64,6 +64,13 @@ def test_a_configuration_is_a_run_that_fits_its_intended_ranks(path):
         load_deepspeed_config(config.deepspeed, layout)
 
 
+@pytest.mark.parametrize("name", ["cpt_korean_llama3.1_8b", "cpt_korean_llama3.1_8b_instruct"])
+def test_the_command_of_an_8b_asks_for_the_node_that_it_is_sized_for(name):
+    path = f"configs/{name}.yaml"
+    command = "sbatch --nodes=1 --ntasks-per-node=8 --gpus-per-node=8 slurm/cpt_korean.sh"
+    assert f"#   {command} {path}\n" in Path(path).read_text()
+
+
 def test_the_8b_fits_on_eight_gpus_and_has_the_papers_proportions():
     config = load_config(ROOT / "configs" / "cpt_korean_llama3.1_8b.yaml")
     estimator = open_estimator(

@@ -15,7 +15,7 @@ import argparse
 
 from pipeline import command_line, log
 from pipeline.config.run import load_config
-from pipeline.run_folder.run_file import write_run
+from pipeline.run_folder.run_file import write_gate
 from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.status import unfinished_progress
 
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         record, is_new = fit_gate(config)
         # A gate may be added to a finished run, and is exported with it.
-        write_run(config)
+        write_gate(config)
         print(as_text(record))
         done = "is written" if is_new else "is already fitted"
         _logger.info("%s %s", config.folder / GATE_FOLDER, done)

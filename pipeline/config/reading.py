@@ -47,6 +47,22 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+_SCALARS = (str, int, float, bool)
+_EXPECTED = {
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping of settings",
+    "model_type": "a mapping of settings",
+}
+"""What a setting needs, by pydantic's type of the error."""
+
+
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
@@ -168,8 +184,12 @@ def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
         return "missing"
     if fault["type"] == "literal_error" and str(fault["input"]) in RENAMED_VALUES:
         return f"{fault['input']!r} is called {RENAMED_VALUES[fault['input']]!r} now"
+    if fault["type"] in _EXPECTED:
+        found = fault["input"]
+        shown = f"{found!r:.120}" if isinstance(found, _SCALARS) else type(found).__name__
+        return f"expected {_EXPECTED[fault['type']]}, found {shown}"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    if isinstance(fault.get("input"), (str, int, float, bool)):
+    if isinstance(fault.get("input"), _SCALARS):
         message += f" (found {fault['input']!r:.120})"
     return message
 

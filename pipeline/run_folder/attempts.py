@@ -82,6 +82,7 @@ class Training(BaseModel):
     Attributes:
         tokens_per_step: of the first stage, where the run has several.
         stages: empty for a run without stages, and in a record of an earlier version.
+        changed: the lines of run.yaml that this attempt changed, with - or +.
     """
 
     world_size: int
@@ -89,6 +90,7 @@ class Training(BaseModel):
     steps: int
     tokens_per_step: int
     stages: tuple[StageOfTraining, ...] = ()
+    changed: tuple[str, ...] = ()
 
     def tokens_after(self, step: int) -> int:
         """How many tokens the first `step` steps have."""
@@ -191,8 +193,9 @@ def series_and_number(attempt: str) -> tuple[str, int]:
 
 def record_training(config: RunConfig, world_size: int, step: int) -> None:
     """Records that this attempt starts to train, after `step` steps, and the run that it trains."""
+    changed: tuple[str, ...] = ()
     try:
-        write_run(config)
+        changed = write_run(config)
     except OSError as error:
         # A full disk must not end the work.
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
@@ -210,6 +213,7 @@ def record_training(config: RunConfig, world_size: int, step: int) -> None:
         steps=config.schedule.steps,
         tokens_per_step=plan[0].tokens_per_step,
         stages=tuple(stages),
+        changed=changed,
     )
     record_start(config.folder, "train", training)
 

@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from pipeline import log
-from pipeline.config.run import RunConfig
+from pipeline.config.reading import flattened
+from pipeline.config.run import RunConfig, load_config
 from pipeline.config.sources import RUN_FILE
+from pipeline.errors import ConfigError
 from pipeline.files.publishing import write_text
 from pipeline.hub import source_of
 
@@ -25,22 +27,25 @@ _HEADER = (
 _logger = log.get_logger(__name__)
 
 
-def write_run(config: RunConfig) -> None:
-    """Writes `<folder>/run.yaml`, unless the user wrote it; logs the lines that change."""
+def write_run(config: RunConfig) -> tuple[str, ...]:
+    """Writes `<folder>/run.yaml`, unless the user wrote it; logs and returns the changed lines."""
     path = config.folder / RUN_FILE
     values = config.model_dump(mode="json", exclude_unset=True)
     # The cache's path is this user's and this machine's; the name with its commit is everybody's.
     _name_hub_model(values, "base")
     _name_hub_model(values.get("vocabulary") or {}, "folder")
     text = _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    changed: tuple[str, ...] = ()
     if path.exists():
         before = path.read_text(encoding="utf-8", errors="replace")
         is_users_own = not before.startswith(_HEADER)
         if is_users_own or before == text:
-            return
-        _logger.info("%s: changed: %s", path, ", ".join(_changed_lines(before, text)))
+            return ()
+        changed = tuple(_changed_lines(before, text))
+        _logger.info("%s: changed: %s", path, ", ".join(changed))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
+    return changed
 
 
 def write_new_run(config: RunConfig) -> None:
@@ -51,6 +56,39 @@ def write_new_run(config: RunConfig) -> None:
     """
     if not (config.folder / RUN_FILE).exists():
         write_run(config)
+
+
+def write_gate(config: RunConfig) -> None:
+    """Writes the section `gate` of `<folder>/run.yaml`; the others stay as training used them.
+
+    A warning names the settings in which `config` differs from the record.
+    """
+    try:
+        recorded = load_config(config.folder)
+    except ConfigError:
+        # There is no record, or only one of an earlier version.
+        write_run(config)
+        return
+    with_gate = recorded.model_copy(update={"gate": config.gate})
+    differing = _differing_settings(with_gate, config)
+    if differing:
+        _logger.warning(
+            "%s keeps what training used; this command was given other settings: %s",
+            config.folder / RUN_FILE,
+            ", ".join(differing),
+        )
+    write_run(with_gate)
+
+
+def _differing_settings(recorded: RunConfig, config: RunConfig) -> list[str]:
+    """The dotted names of settings that differ, with the recorded value and the new one."""
+    before = dict(flattened(recorded.model_dump(mode="json")))
+    after = dict(flattened(config.model_dump(mode="json")))
+    differing = []
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            differing.append(f"{name} {after.get(name)} (recorded: {before.get(name)})")
+    return differing
 
 
 def _name_hub_model(section: dict[str, Any], key: str) -> None:

@@ -364,13 +364,20 @@ def open_estimator(
     if not source.exists():
         raise BaseModelError(
             f"{source}: no such file or folder; the base's config.json is enough: "
-            "name it with --base-config"
+            f"name it with --base-config{_shipped_example(config.base)}"
         )
     parallel = config.parallel
     layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
     deepspeed = deepspeed_config_of(config, layout)
     spec = read_spec(source, config.base_code)
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
+
+
+def _shipped_example(base: Path) -> str:
+    """The project's own config.json of the model `base`, as an example for a message."""
+    name = base.name.lower().removesuffix("-base").removesuffix("-instruct")
+    shipped = Path("configs/bases") / f"{name}.json"
+    return f", such as {shipped}" if shipped.exists() else ""
 
 
 def _place(estimate: Estimate) -> tuple[int, int, int, int]:

@@ -193,4 +193,6 @@ def summarise(trainer: Trainer) -> None:
             score.perplexity,
             score.bits_per_byte,
         )
+    if trainer.config.gate is not None and trainer.scores:
+        _logger.info("these figures are without the gate, which scale-cpt gate fits next")
     _logger.info("trained %d steps; wrote %s", position.step, path)

@@ -14,7 +14,7 @@ from pipeline.config.run import load_config
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import read_attempts, record_training
-from pipeline.run_folder.run_file import write_new_run, write_run
+from pipeline.run_folder.run_file import write_gate, write_new_run, write_run
 from pipeline.run_folder.serial_stage import serial_stage
 from tests.training.runs import write_config
 
@@ -55,6 +55,33 @@ def test_training_writes_the_run_again_and_logs_what_changed(path, caplog):
         f"{folder / RUN_FILE}: changed: + weight: 2.0, - steps: 6, + steps: 20"
     ]
     assert load_config(folder) == load_config(path, CHANGES)
+    newest = read_attempts(folder)[-1].training
+    assert newest is not None
+    assert newest.changed == ("+ weight: 2.0", "- steps: 6", "+ steps: 20")
+
+
+def test_the_gate_writes_its_own_section_and_keeps_what_training_used(path, caplog):
+    trained = load_config(path, ["schedule.learning_rate=0.001"])
+    record_training(trained, 2, 0)
+    with caplog.at_level("INFO"):
+        write_gate(load_config(path, ["schedule.learning_rate=0.011", "gate.tokens=64"]))
+    recorded = load_config(trained.folder)
+    assert recorded.gate is not None and recorded.gate.tokens == 64
+    assert recorded.model_copy(update={"gate": trained.gate}) == trained
+    run_file = trained.folder / RUN_FILE
+    assert caplog.messages == [
+        f"{run_file} keeps what training used; this command was given other settings: "
+        "schedule.learning_rate 0.011 (recorded: 0.001)",
+        f"{run_file}: changed: +gate:, + tokens: 64",
+    ]
+
+
+def test_the_gate_of_a_run_without_a_record_writes_the_run(path, caplog):
+    config = load_config(path, ["gate.tokens=64"])
+    with caplog.at_level("WARNING"):
+        write_gate(config)
+        write_gate(config)
+    assert load_config(config.folder) == config and not caplog.messages
 
 
 def test_a_file_that_the_user_wrote_there_is_left_as_it_is(tmp_path):

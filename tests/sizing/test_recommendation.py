@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.run import parse_config
-from pipeline.errors import ConfigError
+from pipeline.config.run import load_config, parse_config
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.estimate import Estimate, Estimator, open_estimator
@@ -223,6 +223,17 @@ def test_what_is_offloaded_or_copied_is_in_the_hosts_memory():
     assert offloaded.memory.weights == offloaded.memory.optimizer == plain.host_bytes == 0
     assert offloaded.host_bytes >= plain.memory.weights + plain.memory.optimizer
     assert copied.host_bytes >= plain.memory.optimizer > 0
+
+
+def test_a_missing_base_that_the_project_describes_is_named_with_that_file(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/cpt_korean_llama3.1_8b.yaml"))
+    advice = r"name it with --base-config, such as configs/bases/llama-3\.1-8b\.json$"
+    for base in ("nowhere/Llama-3.1-8B", "nowhere/Llama-3.1-8B-Instruct"):
+        with pytest.raises(BaseModelError, match=advice):
+            open_estimator(config.model_copy(update={"base": Path(base)}), Cluster(8))
+    with pytest.raises(BaseModelError, match=r"name it with --base-config$"):
+        open_estimator(config.model_copy(update={"base": Path("nowhere/mine")}), Cluster(8))
 
 
 def test_the_command_prints_a_table(tmp_path):

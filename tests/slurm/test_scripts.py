@@ -27,6 +27,9 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
     [
         ("cpt_korean.sh", ["configs/nowhere.yaml"], "CONFIG=configs/nowhere.yaml: no such file"),
         ("cpt_korean.sh", ["pyproject.toml", "fly"], 'STAGES: there is no stage "fly"'),
+        ("cpt_korean.sh", ["--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        ("cpt_korean.sh", [DEMO, "--steps"], "unknown option --steps; the options are --dry-run"),
+        ("cpt_korean.sh", [DEMO, "train", "--dry-run"], "--dry-run: give it before stages"),
         ("cpt_korean.sh", [DEMO, "--set"], "--set: expected KEY=VALUE after it"),
         ("../studies/run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
@@ -37,6 +40,21 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(
     result = bash(PROJECT / "slurm" / name, *arguments)
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith(f"error: {complaint}")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [DEMO, "-h"]])
+def test_help_prints_the_usage_and_starts_nothing(arguments: list[str]):
+    result = bash(PROJECT / "slurm" / "cpt_korean.sh", *arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: bash slurm/cpt_korean.sh [CONFIG]")
+    assert result.stdout.endswith("docs/clusters.md has more.\n")
+
+
+@pytest.mark.parametrize("arguments", [[], [DEMO]])
+def test_outside_slurm_the_default_run_is_named_before_it_starts(arguments: list[str]):
+    result = bash(PROJECT / "slurm" / "cpt_korean.sh", *arguments, STAGES="fly")
+    named = "no run is named: this is the default, configs/cpt_korean_llama3.2_1b.yaml;"
+    assert (named in result.stdout) == (not arguments)
 
 
 @dataclass

@@ -7,13 +7,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
 
+from pipeline.config.gate import GateSettings
 from pipeline.errors import FOLDER_TAKEN, LOST_RANK
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.status import read_status
+from pipeline.training.attempt import summarise
+from pipeline.training.trainer import Trainer
 from tests.training.runs import losses, make_run
 from tests.waiting import wait_until
 
@@ -92,3 +97,20 @@ def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
     done = read_status(tmp_path)
     assert (done.state, done.restarts) == ("done", 1)
     assert not (tmp_path / "training.lock").exists()
+
+
+@pytest.mark.parametrize("gate", [None, GateSettings()])
+def test_the_last_figures_of_a_run_with_a_gate_are_said_to_be_without_it(gate, tmp_path, caplog):
+    config = SimpleNamespace(folder=tmp_path, gate=gate)
+    score = SimpleNamespace(perplexity=31.5, bits_per_byte=1.25, figures=dict)
+    trainer = SimpleNamespace(
+        config=config,
+        position=SimpleNamespace(step=2, tokens_seen=64, seconds=1.0),
+        scores={"old": score},
+        step0_difference=0.0,
+        engine=SimpleNamespace(trainable_parameters=1, total_parameters=2),
+    )
+    with caplog.at_level("INFO"):
+        summarise(cast("Trainer", trainer))
+    notes = [line for line in caplog.messages if "without the gate" in line]
+    assert len(notes) == (gate is not None)

@@ -127,4 +127,5 @@ def shown_size(sizes: Sequence[int]) -> str:
             break
         size /= 1024
         unit = larger
-    return f"{len(sizes):,} files, {size:.3g} {unit}"
+    files = "1 file" if len(sizes) == 1 else f"{len(sizes):,} files"
+    return f"{files}, {size:.3g} {unit}"

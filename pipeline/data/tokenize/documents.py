@@ -32,14 +32,14 @@ def good_documents(
     files = input_files(inputs)
     most = math.inf if max_bytes is None else max_bytes // len(files)
     is_empty = True
-    first_bad = ""
+    first_bad: Rejected | None = None
     for file, size in files.items():
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes(size))
         # One chain over the file's units, so that a break ends the file.
         for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
             if isinstance(record, Rejected):
-                first_bad = first_bad or f": {record}"
+                first_bad = first_bad or record
                 continue
             is_empty = False
             yield record
@@ -89,13 +89,13 @@ def sampled_documents(
         units += split_file(file, number, keys, unit_bytes)
 
     documents: list[Document] = []
-    first_bad = ""
+    first_bad: Rejected | None = None
     read = 0
     for place, size in _sampled_places(units, keys, max_bytes, draw):
         taken = 0
         for record in unit_records(place, keys):
             if isinstance(record, Rejected):
-                first_bad = first_bad or f": {record}"
+                first_bad = first_bad or record
                 continue
             documents.append(record)
             taken += record.utf8_bytes
@@ -150,11 +150,15 @@ def _share_of_each(sizes: Sequence[int], wanted: int) -> int:
     return max([_SAMPLED_BYTES, *sizes])
 
 
-def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
+def _no_document(inputs: Sequence[str], keys: Keys, first_bad: Rejected | None) -> DataError:
+    fault = "" if first_bad is None else f": {first_bad}"
     advice = encoding_advice(named_files(inputs)) if keys.encoding is None else None
+    if advice is None and first_bad is not None and first_bad.reason == "no_text_key":
+        its_keys = first_bad.excerpt.decode(errors="replace")
+        fault = ": " + " ".join(its_keys.split())
+        advice = "set text_key to the one that holds the text, or messages_key for chats"
     if advice is None:
         advice = "give records a string under that key, or set text_key, or messages_key for chats"
     return DataError(
-        f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
-        f"{advice}"
+        f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{fault}; {advice}"
     )

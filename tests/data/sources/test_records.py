@@ -61,7 +61,7 @@ def test_too_many_bad_records_stop_the_job(tmp_path: Path):
         "what was done is kept"
     )
     with pytest.raises(
-        DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"
+        DataError, match="under the text_key 'content': its keys: id, text; set text_key to the one"
     ):
         list(good_documents([str(path)], Keys("content")))
 

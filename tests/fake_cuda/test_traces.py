@@ -274,7 +274,7 @@ def test_planted_faults_are_seen_with_their_line(trace):
     waits = [fault for fault in export if fault.startswith("the host waits")]
     check_has(waits, "pipeline/hf/remote_code/modeling_scale_hosted.py", "if index ==")
     host_tensors = [fault for fault in export if "takes a tensor of the host" in fault]
-    check_has(host_tensors, "pipeline/hf/remote_code/scale_layer.py")
+    check_has(host_tensors, "pipeline/hf/remote_code/scale_rotary.py")
 
 
 def check_has(faults: list[str], *parts: str) -> None:

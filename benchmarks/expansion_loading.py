@@ -28,11 +28,11 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.random_exports import (
     SEVERAL,
     SHARES,
-    WIDTH_STEP,
     BaseSizes,
     base_config,
     expansion_entries,
     gated,
+    read_sizes,
     set_random_weights,
     several,
 )
@@ -157,14 +157,10 @@ def main() -> None:
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     add("--folder", type=Path, help="where the models lie meanwhile (default: the system's own)")
     options = parser.parse_args()
-    if options.hidden_size % WIDTH_STEP:
-        parser.error(
-            f"--hidden-size: expected a multiple of {WIDTH_STEP}, found {options.hidden_size}"
-        )
+    sizes = read_sizes(parser, options)
     torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    sizes = BaseSizes(options.hidden_size, options.layers, options.vocab_size)
     rows = measure(sizes, options.turns, options.folder)
     print_rows(rows)
     write_rows(options, rows)

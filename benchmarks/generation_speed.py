@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks import random_exports
-from benchmarks.random_exports import BASE, OPENING, THRESHOLDS, WIDTH_STEP, BaseSizes, set_gates
+from benchmarks.random_exports import BASE, OPENING, THRESHOLDS, read_sizes, set_gates
 from benchmarks.results import (
     Elapsed,
     Row,
@@ -123,11 +123,7 @@ def main() -> None:
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     add("--model", nargs="+", metavar="NAME", help="beside the base; default: all of the table")
     options = parser.parse_args()
-    if options.hidden_size % WIDTH_STEP:
-        parser.error(
-            f"--hidden-size: expected a multiple of {WIDTH_STEP}, found {options.hidden_size}"
-        )
-    sizes = BaseSizes(options.hidden_size, options.layers, options.vocab_size)
+    sizes = read_sizes(parser, options)
     wanted = random_exports.names(sizes)
     if options.batch == 1:
         wanted = [name for name in wanted if not name.endswith("one open")]

@@ -14,6 +14,7 @@ A model with a gate has a name for each state of it: see `THRESHOLDS`.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,16 @@ class BaseSizes:
             "eos_token_id": None,
             "tie_word_embeddings": False,
         }
+
+
+def read_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> BaseSizes:
+    """The sizes that --hidden-size, --layers and --vocab-size give; ends the program where the
+    first fits no expansion."""
+    if options.hidden_size % WIDTH_STEP:
+        parser.error(
+            f"--hidden-size: expected a multiple of {WIDTH_STEP}, found {options.hidden_size}"
+        )
+    return BaseSizes(options.hidden_size, options.layers, options.vocab_size)
 
 
 def widths(hidden_size: int) -> dict[str, int]:

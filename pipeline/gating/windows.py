@@ -21,6 +21,8 @@ from pipeline.model.attention import Documents
 
 GROUP_TOKENS = 2**15
 """How many tokens pass the model together."""
+NO_KIND = -1
+"""The number of the kind of text that is in a corpus of the run."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Windows:
     """bool: which tokens are of text that the base wrote itself"""
     present: Tensor
     """bool: which tokens are neither padding nor left out"""
+    kinds: Tensor
+    """int64: the number of a token's kind of text (`pipeline.gating.kinds`), or NO_KIND"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,10 +61,6 @@ class Windows:
             tensors[name] = tensor[rows]
         return Windows(**tensors)
 
-    def without_tokens_from(self, first: int) -> Windows:
-        """These windows without ids from `first` on: new tokens, which need no gate."""
-        return replace(self, present=self.present & (self.tokens < first))
-
     def without_new_kind(self, is_open: Tensor) -> Windows:
         """These windows without self-generated documents that are mostly of the new text's kind.
 
@@ -71,6 +71,11 @@ class Windows:
             self, present=self.present & ~(self.is_self_generated & self.mostly(is_open))
         )
 
+    def without_kinds(self, kinds: Sequence[int]) -> Windows:
+        """These windows without text of some kinds."""
+        left_out = torch.isin(self.kinds, torch.tensor(kinds, dtype=torch.long))
+        return replace(self, present=self.present & ~left_out)
+
     def self_generated_ids(self, is_open: Tensor) -> Tensor:
         """The ids of self-generated text, without tokens that look new: [T].
 
@@ -78,6 +83,10 @@ class Windows:
         is_open: bool [N, S], the tokens that look new.
         """
         return self.tokens[self.present & self.is_self_generated & ~is_open]
+
+    def given_negative_ids(self) -> Tensor:
+        """The ids of text that is neither new nor self-generated: [T]."""
+        return self.tokens[self.present & ~self.is_new & ~self.is_self_generated]
 
     def mostly(self, is_open: Tensor) -> Tensor:
         """The tokens of documents of which most present tokens are open: bool [N, S]."""
@@ -95,10 +104,27 @@ class Windows:
 
 
 class FittingText(NamedTuple):
-    """Windows that a gate is fitted on, and other windows of the same corpora for its threshold."""
+    """Windows that a gate is fitted on, and other windows of the same text to test it.
+
+    Attributes:
+        fit, unused: these windows.
+        kinds: the names of the kinds of text in them; the number of a kind is its place here.
+    """
 
     fit: Windows
     unused: Windows
+    kinds: tuple[str, ...] = ()
+
+    def without_tokens_from(self, first: int) -> FittingText:
+        """This text without ids from `first` on: new tokens, which need no gate."""
+        return self._replace(
+            fit=_without_tokens_from(self.fit, first),
+            unused=_without_tokens_from(self.unused, first),
+        )
+
+
+def _without_tokens_from(windows: Windows, first: int) -> Windows:
+    return replace(windows, present=windows.present & (windows.tokens < first))
 
 
 def read_fitting_text(
@@ -197,6 +223,7 @@ def as_windows(
         is_new=torch.full_like(present, is_new),
         is_self_generated=torch.full_like(present, is_self_generated),
         present=present,
+        kinds=torch.full(present.shape, NO_KIND),
     )
 
 
@@ -266,6 +293,7 @@ def _splice(first: Windows, second: Windows, cut: int) -> Windows:
         # Such a document is of both kinds, and none is left out.
         is_self_generated=torch.zeros_like(is_new),
         present=both("present"),
+        kinds=both("kinds"),
     )
 
 

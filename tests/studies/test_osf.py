@@ -12,7 +12,7 @@ import torch
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.evaluation.table import readable
-from pipeline.gating.effect import decoder_inputs
+from pipeline.gating.inputs import decoder_inputs
 from pipeline.gating.windows import as_windows
 from pipeline.model.from_hf import open_base
 from studies.frontier import osf

@@ -26,7 +26,6 @@ from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
 from pipeline.scale_math import NEVER
 
-
 MOST_NATS = 50.0
 """Where a new token follows a closed one its probability is zero, which no mean can hold."""
 

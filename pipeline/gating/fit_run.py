@@ -26,6 +26,7 @@ from pipeline.gating.documents import Packer
 from pipeline.gating.effect import measure
 from pipeline.gating.fit import area_under_roc
 from pipeline.gating.fitting import BaseStream, Fit, fit_on
+from pipeline.gating.fitting_text import FittingText, read_fitting_text
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, KindFigures, write_gate
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.inputs import loaded
@@ -35,7 +36,7 @@ from pipeline.gating.new_text import Models, choose_threshold, score_new_text
 from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
 from pipeline.gating.request import earlier_gate, gate_request
 from pipeline.gating.table import warn
-from pipeline.gating.windows import NO_KIND, FittingText, Windows, as_windows, read_fitting_text
+from pipeline.gating.windows import NO_KIND, Windows, as_windows
 from pipeline.methods.own_tokens import token_counts
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
@@ -126,9 +127,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     return record, True
 
 
-def _fitting_text(
-    config: RunConfig, settings: GateSettings, tokenizer: Tokenizer
-) -> FittingText:
+def _fitting_text(config: RunConfig, settings: GateSettings, tokenizer: Tokenizer) -> FittingText:
     """The windows to fit on: of the run's corpora, and of the kinds of text in a file.
 
     The new tokens of an extended vocabulary are left out: they are open whatever their score.
@@ -146,7 +145,9 @@ def _fitting_text(
     text = read_fitting_text(config, settings, tokenizer.fingerprint, sampled_fingerprint)
     file = negatives_file(settings)
     if file is not None:
-        text = with_kinds(text, kept_records(read_kinds(file), settings.leave_out), config, tokenizer)
+        text = with_kinds(
+            text, kept_records(read_kinds(file), settings.leave_out), config, tokenizer
+        )
     if first_new is not None:
         text = text.without_tokens_from(first_new)
     return text
@@ -215,7 +216,7 @@ def _changes(
 
 
 def _template(config: RunConfig) -> ChatTemplate | None:
-    """The chat template of the run's tokenizer; None without one, or if it takes no instructions."""
+    """The chat template of the run's tokenizer; None if it has none that takes instructions."""
     try:
         template = chat_template(config.tokenizer, today=config.data.chat_date)
         template.opened([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])

@@ -21,10 +21,12 @@ from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError, did_you_mean, faults_of_library
 from pipeline.files.reading import read_bytes
 from pipeline.gating.documents import Packer, Piece
-from pipeline.gating.windows import FittingText, Windows, joined
+from pipeline.gating.fitting_text import FittingText
+from pipeline.gating.windows import Windows, joined
 
 SHIPPED = Path(__file__).with_name("negatives.jsonl.zst")
 _EXPECTED = 'expected lines such as {"kind": "fr", "text": "..."}'
+
 
 class KindRecord(NamedTuple):
     """A text of one kind: a language (`fr`), a script (`script:Cherokee`), another (`tables`)."""
@@ -148,7 +150,8 @@ def kept_records(records: Sequence[KindRecord], leave_out: Sequence[str]) -> lis
     for kind in leave_out:
         if kind not in kinds:
             raise ConfigError(
-                f"gate.leave_out: {kind} is no kind of gate.negatives_file{did_you_mean(kind, kinds)}"
+                f"gate.leave_out: {kind} is no kind of text in gate.negatives_file"
+                f"{did_you_mean(kind, kinds)}"
             )
     return [record for record in records if record.kind not in leave_out]
 

@@ -57,7 +57,11 @@ class NewText(NamedTuple):
 
 
 def score_new_text(
-    models: Models, stream: BaseStream, gate: FittedGate, windows: Mapping[str, Windows], config: RunConfig
+    models: Models,
+    stream: BaseStream,
+    gate: FittedGate,
+    windows: Mapping[str, Windows],
+    config: RunConfig,
 ) -> NewText:
     """New text by the base, by the trained model, and by the gate.
 
@@ -102,7 +106,12 @@ class Thresholds(NamedTuple):
 
 
 def choose_threshold(
-    models: Models, gate: FittedGate, fit: Fit, new: NewText, settings: GateSettings, config: RunConfig
+    models: Models,
+    gate: FittedGate,
+    fit: Fit,
+    new: NewText,
+    settings: GateSettings,
+    config: RunConfig,
 ) -> Thresholds:
     """Sets the threshold of `gate`, which has its open ids.
 
@@ -113,7 +122,9 @@ def choose_threshold(
     is_measurable = settings.max_open_fraction * len(fit.negatives) >= 1
     if is_measurable or settings.threshold_rule == "max_open_fraction":
         threshold = threshold_by_open_fraction(fit.negatives, settings.max_open_fraction)
-        figures["max_open_fraction"] = _figures(replace(gate, threshold=threshold), fit, new.closing)
+        figures["max_open_fraction"] = _figures(
+            replace(gate, threshold=threshold), fit, new.closing
+        )
     if settings.threshold_rule == "max_cost":
         threshold = _threshold_by_cost(models, gate, new, settings.max_cost, config)
     else:

@@ -61,7 +61,10 @@ def _separator(own: dict[str, dict[str, str]]) -> str:
     sample = "".join(own.get("territories", own.get("languages", {})).values())
     if any("\u0900" <= character <= "\u0d7f" for character in sample):
         return "\u0964 "
-    if any("\u3040" <= character <= "\u30ff" or "\u4e00" <= character <= "\u9fff" for character in sample):
+    if any(
+        "\u3040" <= character <= "\u30ff" or "\u4e00" <= character <= "\u9fff"
+        for character in sample
+    ):
         return "\u3002"
     return ". "
 

@@ -6,6 +6,7 @@ The packages are read as wheels, files of PyPI, and never imported.
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,10 @@ def django_records(wheel: Path) -> Iterator[Record]:
 
 def _messages(content: bytes, language: str) -> Iterator[str]:
     """The translations that are plain sentences: no placeholders, tags or paths."""
-    for message in read_po(io.BytesIO(content)):
+    with contextlib.redirect_stderr(io.StringIO()):
+        # Some catalogues have more plural forms than their headers say, which Babel prints.
+        catalogue = read_po(io.BytesIO(content))
+    for message in catalogue:
         sources = message.id if isinstance(message.id, tuple) else (message.id,)
         texts = message.string if isinstance(message.string, tuple) else (message.string,)
         if language == "en":

@@ -22,9 +22,7 @@ def generator(kind: str) -> random.Random:
     return random.Random(f"gate negatives: {kind}")
 
 
-def joined(
-    pieces: Sequence[str], separator: str, characters: int, rng: random.Random
-) -> list[str]:
+def joined(pieces: Sequence[str], separator: str, characters: int, rng: random.Random) -> list[str]:
     """Texts of LENGTHS in turn, each of as many pieces as it takes; `characters` in all.
 
     A record ends where the pieces do, so there may be fewer characters.

@@ -19,14 +19,14 @@ _WORDS = (
     "area base code date east file gain hour item join key line map node open page rate size time "
     "unit value width year zone alpha beta count delta error field group index limit model name "
     "order price query range score table user weight"
-).split()
+)
 _GREEK = "αβγδεζηθλμνξπρστφχψωΓΔΘΛΣΦΨΩ"
-_OPERATORS = "+ − × ÷ · ± ≤ ≥ < > = ≠ ≈ ≡ ∝ ∈ ∉ ⊂ ⊆ ∪ ∩ ∧ ∨ ⇒ ⇔ → ↦ ∘ ⊕ ⊗".split()
+_OPERATORS = "+ − × ÷ · ± ≤ ≥ < > = ≠ ≈ ≡ ∝ ∈ ∉ ⊂ ⊆ ∪ ∩ ∧ ∨ ⇒ ⇔ → ↦ ∘ ⊕ ⊗"
 _SIGNS = (
     "✓ ✗ ★ ☆ • ◦ ‣ § ¶ † ‡ © ® ™ № ° ′ ″ ½ ¼ ¾ ⅓ € £ ¥ ₹ ₽ ¢ … – — “quoted” „zitiert“ «cité» ‘so’ "
     "← ↑ → ↓ ↔ ■ □ ▲ ● ○ ♠ ♣ ♥ ♦ ♪ ♫ ☎ ✉ ⌘ ⏎ ⚠ ❗ ① ② ③ ㎏ ㎡ ℃ ﬁ ﬂ １２３ ＡＢＣ （注） 【※】 「」 、。"
-).split()
-_EMOJI = "😀 😂 🙂 😍 🤔 👍 🙏 🎉 ❤️ 🔥 ✨ 🚀 🌍 🍎 ⚽ 🎵 🏠 📷 💡 ✅ 👩‍💻 🇫🇷 🇧🇷 👨‍👩‍👧 🏳️‍🌈 ☀️ ⛄ 🐍".split()
+)
+_EMOJI = "😀 😂 🙂 😍 🤔 👍 🙏 🎉 ❤️ 🔥 ✨ 🚀 🌍 🍎 ⚽ 🎵 🏠 📷 💡 ✅ 👩‍💻 🇫🇷 🇧🇷 👨‍👩‍👧 🏳️‍🌈 ☀️ ⛄ 🐍"
 
 
 def sample_records() -> Iterator[Record]:
@@ -64,7 +64,7 @@ def code_samples() -> Iterator[Record]:
 
 
 def _name(rng: random.Random) -> str:
-    return "_".join(rng.sample(_WORDS, rng.randint(1, 2)))
+    return "_".join(rng.sample(_WORDS.split(), rng.randint(1, 2)))
 
 
 def _formula(rng: random.Random) -> str:
@@ -88,7 +88,7 @@ def _formula(rng: random.Random) -> str:
     for _ in range(rng.randint(3, 6)):
         parts = [term()]
         for _ in range(rng.randint(1, 4)):
-            parts += [rng.choice(_OPERATORS), term()]
+            parts += [rng.choice(_OPERATORS.split()), term()]
         equations.append(" ".join(parts))
     big = rng.choice(["∑", "∏", "∫", "lim", "max", "∂", "∇"])
     tex = (
@@ -105,7 +105,9 @@ def _table(rng: random.Random) -> str:
     rows = [[_name(rng) for _ in range(columns)]]
     for _ in range(rng.randint(3, 8)):
         cells = [_name(rng)]
-        cells += [rng.choice(["%.2f", "%d", "%.1f %%"]) % rng.uniform(0, 9999) for _ in range(columns - 1)]
+        cells += [
+            rng.choice(["%.2f", "%d", "%.1f %%"]) % rng.uniform(0, 9999) for _ in range(columns - 1)
+        ]
         rows.append(cells)
     style = rng.choice(["markdown", "\t", ",", ";", "box"])
     if style == "markdown":
@@ -125,7 +127,15 @@ def _json(rng: random.Random) -> str:
     def value(depth: int) -> object:
         if depth == 0 or rng.random() < 0.4:
             return rng.choice(
-                [rng.randrange(10**6), rng.random(), _name(rng), None, True, False, f"{rng.getrandbits(64):x}"]
+                [
+                    rng.randrange(10**6),
+                    rng.random(),
+                    _name(rng),
+                    None,
+                    True,
+                    False,
+                    f"{rng.getrandbits(64):x}",
+                ]
             )
         if rng.random() < 0.4:
             return [value(depth - 1) for _ in range(rng.randint(1, 4))]
@@ -139,7 +149,7 @@ def _addresses(rng: random.Random) -> str:
     """Addresses of pages, mail, files and machines."""
     found: list[str] = []
     for _ in range(rng.randint(3, 6)):
-        host = f"{rng.choice(_WORDS)}{rng.choice(['.example.org', '.example.com', '-x.example.net'])}"
+        host = f"{rng.choice(_WORDS.split())}{rng.choice(['.example.org', '.example.com', '-x.example.net'])}"
         forms = (
             f"https://www.{host}/{_name(rng)}/{rng.randrange(9999)}?{_name(rng)}={rng.randrange(99)}&q=a%20b",
             f"http://{host}:8080/{_name(rng)}.html#{_name(rng)}",
@@ -175,13 +185,13 @@ def _numbers(rng: random.Random) -> str:
 
 def _signs(rng: random.Random) -> str:
     """Typographic signs between a few words."""
-    parts = rng.sample(_SIGNS, 14) + rng.sample(_WORDS, 6)
+    parts = rng.sample(_SIGNS.split(), 14) + rng.sample(_WORDS.split(), 6)
     rng.shuffle(parts)
     return " ".join(parts)
 
 
 def _emoji(rng: random.Random) -> str:
-    parts = rng.sample(_EMOJI, 10) + rng.sample(_WORDS, 5)
+    parts = rng.sample(_EMOJI.split(), 10) + rng.sample(_WORDS.split(), 5)
     rng.shuffle(parts)
     return rng.choice(["", " "]).join(parts)
 

@@ -14,7 +14,16 @@ LEAST_LETTERS = 16
 LARGE = 500
 """Scripts with more letters than this are drawn from several times as often."""
 # Historic blocks of thousands of signs, which nobody types; CJK has a name for each sign.
-_LEFT_OUT = ("CUNEIFORM", "EGYPTIAN", "ANATOLIAN", "TANGUT", "NUSHU", "KHITAN", "BAMUM", "SIGNWRITING")
+_LEFT_OUT = (
+    "CUNEIFORM",
+    "EGYPTIAN",
+    "ANATOLIAN",
+    "TANGUT",
+    "NUSHU",
+    "KHITAN",
+    "BAMUM",
+    "SIGNWRITING",
+)
 _LETTERS = ("Lu", "Ll", "Lo", "Lt", "Mn", "Mc")
 
 

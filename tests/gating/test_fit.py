@@ -12,8 +12,10 @@ from sklearn.metrics import roc_auc_score
 
 from pipeline.data.dataset.packing import pack
 from pipeline.errors import DataError
-from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
-from pipeline.gating.windows import as_windows, joined, spliced
+from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation
+from pipeline.gating.splices import spliced
+from pipeline.gating.threshold import threshold_by_open_fraction
+from pipeline.gating.windows import as_windows, joined
 
 
 def problem(count, shift):
@@ -61,7 +63,7 @@ def test_one_kind_of_text_alone_is_refused(kind):
 )
 def test_the_threshold_keeps_within_the_budget_and_away_from_every_score(scores, fraction):
     found = torch.tensor(scores, dtype=torch.float32)
-    threshold = threshold_for(found, fraction)
+    threshold = threshold_by_open_fraction(found, fraction)
     above = int((found > threshold).sum())
     assert above <= fraction * len(found)
     assert threshold >= 0.5 and (found - threshold).abs().min() >= 0.5  # they are integers
@@ -75,7 +77,7 @@ def test_the_threshold_does_not_split_tokens_of_one_state():
     open."""
     first = 0.7 + 1e-6 * torch.randn(50, generator=torch.Generator().manual_seed(0))
     scores = torch.cat([first, torch.linspace(-9, -3, 900), torch.tensor([1.5, 3.0])])
-    threshold = threshold_for(scores, 0.01)
+    threshold = threshold_by_open_fraction(scores, 0.01)
     assert threshold == pytest.approx((0.7 + 1.5) / 2, abs=0.01)
 
 
@@ -83,7 +85,7 @@ def test_a_budget_that_cannot_be_measured_is_refused():
     with pytest.raises(
         DataError, match=r"0\.001 cannot be measured on 100 unused tokens .* at least 1001"
     ):
-        threshold_for(torch.zeros(100), 0.001)
+        threshold_by_open_fraction(torch.zeros(100), 0.001)
 
 
 @given(

@@ -21,9 +21,12 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
+from pipeline.gating.fit_run import fit_gate
+from pipeline.gating.fitting import BaseStream, fit_on
+from pipeline.gating.fitting_text import FittingText, read_fitting_text
 from pipeline.gating.folder import open_gate
-from pipeline.gating.windows import FittingText, read_fitting_text
+from pipeline.gating.table import warn_of_cost
+from pipeline.gating.threshold import threshold_by_open_fraction
 from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
@@ -158,20 +161,23 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
             with_new_text_among_the_old(part, is_self_generated=is_self_generated)
             for part in (text.fit, text.unused)
         )
-        return fit_on(stream, FittingText(*parts), config.gate)
+        return fit_on(stream, FittingText(*parts), config.gate.features)
+
+    def new_open(fit):
+        threshold = threshold_by_open_fraction(fit.negatives, GATE["max_open_fraction"])
+        return (fit.new > threshold).double().mean()
 
     own, given = fitted_on(is_self_generated=True), fitted_on(is_self_generated=False)
     assert 0.1 < own.left_out < 0.25 and given.left_out == 0
-    assert (own.new > own.gate.threshold).double().mean() > 0.9
-    assert (own.negatives > own.gate.threshold).double().mean() <= GATE["max_open_fraction"]
-    assert (given.new > given.gate.threshold).double().mean() < 0.5
+    assert new_open(own) > 0.9
+    assert new_open(given) < 0.5
     new = text.unused.rows(text.unused.is_new[:, 0])
     alike = with_new_text_among_the_old(new, is_self_generated=True, share=2)
     with pytest.raises(
         DataError,
         match=r"of the self-generated text looks like the new text, expected at most 50%",
     ):
-        fit_on(stream, FittingText(text.fit, alike), config.gate)
+        fit_on(stream, FittingText(text.fit, alike), config.gate.features)
 
 
 def test_what_costs_more_than_two_percent_is_a_warning(fitted, caplog):
@@ -278,8 +284,9 @@ def test_a_gate_above_the_first_layer_with_w12_keeps_the_base(runs, tmp_path, ca
 def test_what_only_the_model_and_the_text_refuse(runs):
     with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
         fit_gate(with_changes(runs["preserve"], gate={**GATE, "layer": 6}))
+    too_small = {**GATE, "max_open_fraction": 1e-5, "threshold_rule": "max_open_fraction"}
     with pytest.raises(DataError, match=r"gate\.max_open_fraction: 1e-05 cannot be measured"):
-        fit_gate(with_changes(runs["preserve"], gate={**GATE, "max_open_fraction": 1e-5}))
+        fit_gate(with_changes(runs["preserve"], gate=too_small))
 
 
 def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):

@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
-GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
 
 
 @pytest.fixture(scope="module")

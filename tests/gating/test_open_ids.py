@@ -44,7 +44,14 @@ def test_own_ids_are_those_of_self_generated_text_that_does_not_look_new():
     present = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     tokens = torch.arange(9).view(3, 3)
     windows = Windows(
-        tokens, tokens, tokens, tokens, is_new, is_self_generated, present, tokens.clone().fill_(NO_KIND)
+        tokens,
+        tokens,
+        tokens,
+        tokens,
+        is_new,
+        is_self_generated,
+        present,
+        tokens.clone().fill_(NO_KIND),
     )
     looks_new = torch.tensor([[True, False, False], [False] * 3, [False] * 3])
     assert windows.self_generated_ids(looks_new).tolist() == [1]

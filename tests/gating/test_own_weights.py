@@ -36,7 +36,7 @@ NOT_MERGED = {
     "lora": "not merged: a gate decides for each token (--without-gate leaves it out)",
 }
 """Why the run cannot leave as an ordinary model."""
-GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
 
 
 @pytest.fixture(scope="module", params=METHODS)

@@ -189,7 +189,7 @@ def with_kinds(runs, tmp_path_factory):
 
 
 def test_kinds_of_text_are_rows_and_the_new_language_is_left_out(with_kinds):
-    config, record = with_kinds
+    _, record = with_kinds
     assert set(record.kinds) == set(KINDS)
     assert [name for name, kind in record.kinds.items() if kind.left_out] == ["ko"]
     assert record.kinds["ko"].open_fraction > 0.5

@@ -27,6 +27,8 @@ RIGHT_AFTER = 8
 """So many tokens behind a change are right after it."""
 _WORD = re.compile(r"\S{1,12}\s*")
 """A word with the space behind it; a part of one where a language writes no spaces."""
+RUN = 50
+"""So many words of each kind make a document."""
 TEXTS = 24
 """How many documents of each sort are made."""
 
@@ -88,11 +90,14 @@ def _chat(
 
 
 def _words(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of 50 words of the texts; the first and last of a text may be cut, and are left out."""
+    """Runs of RUN words; the first and last of a text may be cut, and are left out."""
+    run: list[str] = []
     for text in texts:
-        words = _WORD.findall(text)[1:-1]
-        for first in range(0, len(words) - 49, 50):
-            yield words[first : first + 50]
+        for word in _WORD.findall(text)[1:-1]:
+            run.append(word)
+            if len(run) == RUN:
+                yield run
+                run = []
 
 
 def _text(words: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ import argparse
 import json
 import unicodedata
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -48,13 +47,8 @@ def main() -> None:
     arguments = parser.parse_args()
     django = _wheel(arguments.wheels, "django")
     spacy = _wheel(arguments.wheels, "spacy")
-    records = chain(
-        cldr_records(),
-        django_records(django),
-        spacy_records(spacy),
-        script_records(),
-        sample_records(),
-    )
+    languages = [*cldr_records(), *django_records(django), *spacy_records(spacy)]
+    records = [*languages, *script_records(languages), *sample_records()]
     with published_file(arguments.output / TEXTS) as file:
         file.write(as_jsonl(records))
     notice = _NOTICE.format(

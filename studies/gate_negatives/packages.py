@@ -53,7 +53,7 @@ def django_records(wheel: Path) -> Iterator[Record]:
 
 def _messages(content: bytes, language: str) -> Iterator[str]:
     """The translations that are plain sentences: no placeholders, tags or paths."""
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):
         # Some catalogues have more plural forms than their headers say, which Babel prints.
         catalogue = read_po(io.BytesIO(content))
     for message in catalogue:

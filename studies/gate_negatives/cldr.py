@@ -39,7 +39,8 @@ def cldr_records() -> Iterator[Record]:
         if is_variant or len(names) < LEAST_NAMES:
             # `de_AT` is German, and `kw` has months alone.
             continue
-        kind = identifier.replace("_", "-")
+        # A list in YAML reads `no` as false.
+        kind = "nb" if identifier == "no" else identifier.replace("_", "-")
         rng = generator(f"cldr {kind}")
         pieces = [*names, *_sentences(Locale.parse(identifier), names, own, rng)]
         for text in joined(pieces, _separator(own), CHARACTERS, rng):

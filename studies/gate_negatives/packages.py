@@ -20,7 +20,7 @@ CHARACTERS = 1800
 """How many characters a language has of messages, and a language of programs of code, at most."""
 _LEAST_MESSAGE = 15
 _PLACEHOLDERS = ("%", "{", "<", "\\", "`")
-_NAMES = {"zh_Hans": "zh", "nb": "no", "zh": "zh", "xx": None}
+_NAMES = {"zh_Hans": "zh", "xx": None}
 """Kinds by the packages' names of languages, where they differ from CLDR's; None: left out."""
 _CODE = {
     "code:python": (".py", "django/db/models/"),

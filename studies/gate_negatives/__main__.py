@@ -32,11 +32,13 @@ NOTICES = "negatives.licenses.txt"
 _NOTICE = """\
 The texts in {texts} are made by `python -m studies.gate_negatives`, of these sources:
 
-- Names and patterns of the CLDR, as Babel {babel} carries them, and names of the letters of Unicode
-  {unicode}: Unicode License V3, Copyright (c) 1991-2025 Unicode, Inc. (https://www.unicode.org/copyright.html)
-- Messages and code of Django ({django}), and example sentences of spaCy ({spacy}): their licenses
-  follow.
-- Samples of code in studies/gate_negatives, formulas, tables and the like: Apache-2.0, as scale-cpt.
+- names and patterns of the CLDR, as Babel {babel} carries them, and names of the letters of Unicode
+  {unicode}: Unicode License;
+- messages and code of Django ({django}): BSD-3-Clause;
+- example sentences of spaCy ({spacy}): MIT;
+- samples of code in studies/gate_negatives, formulas, tables and the like: Apache-2.0, as scale-cpt.
+
+The licenses of the first three follow.
 """
 
 
@@ -55,10 +57,12 @@ def main() -> None:
         texts=TEXTS,
         babel=babel.__version__,
         unicode=unicodedata.unidata_version,
-        django=django.name,
-        spacy=spacy.name,
+        django=_release(django),
+        spacy=_release(spacy),
     )
-    licenses = [notice, _license(django), _license(spacy)]
+    unicode = Path(babel.__file__).parent / "locale-data" / "LICENSE.unicode"
+    licenses = [notice, f"Unicode\n\n{unicode.read_text(encoding='utf-8')}"]
+    licenses += [_license(django), _license(spacy)]
     write_text(arguments.output / NOTICES, "\n\n".join(licenses))
 
 
@@ -83,11 +87,16 @@ def _wheel(folder: Path, package: str) -> Path:
     return found[0]
 
 
+def _release(wheel: Path) -> str:
+    """The name and version of a wheel: `django-5.2.19`."""
+    return "-".join(wheel.name.split("-")[:2])
+
+
 def _license(wheel: Path) -> str:
     with ZipFile(wheel) as files:
         for path in files.namelist():
             if path.endswith(".dist-info/licenses/LICENSE"):
-                return f"{wheel.name}\n\n{files.read(path).decode()}"
+                return f"{_release(wheel)}\n\n{files.read(path).decode()}"
     raise DataError(f"{wheel}: expected a LICENSE, found none")
 
 

@@ -40,13 +40,13 @@ def django_records(wheel: Path) -> Iterator[Record]:
             language = path.split("/")[-3]
             is_variant = "_" in language and len(language.split("_")[1]) != 4
             if not is_variant:
-                found = _messages(files.read(path), language)
-                messages.setdefault(language, []).extend(found)
-        for language, found in messages.items():
+                own = messages.setdefault(language, [])
+                own.extend(_messages(files.read(path), language))
+        for language, own in messages.items():
             kind = _kind(language)
             if kind is not None:
                 rng = generator(f"django {kind}")
-                for text in joined(found, " ", CHARACTERS, rng):
+                for text in joined(own, " ", CHARACTERS, rng):
                     yield Record(kind, text)
         yield from _code_records(files)
 
@@ -57,8 +57,8 @@ def _messages(content: bytes, language: str) -> Iterator[str]:
         # Some catalogues have more plural forms than their headers say, which Babel prints.
         catalogue = read_po(io.BytesIO(content))
     for message in catalogue:
-        sources = message.id if isinstance(message.id, tuple) else (message.id,)
-        texts = message.string if isinstance(message.string, tuple) else (message.string,)
+        sources = _forms(message.id)
+        texts = _forms(message.string)
         if language == "en":
             # English is not translated: a message is its own.
             texts = sources
@@ -68,6 +68,14 @@ def _messages(content: bytes, language: str) -> Iterator[str]:
             is_plain = not any(mark in text for mark in _PLACEHOLDERS)
             if is_plain and len(text) >= _LEAST_MESSAGE:
                 yield " ".join(text.split())
+
+
+def _forms(text: object) -> list[str]:
+    """A message and its plural forms, or the one text."""
+    if isinstance(text, str):
+        return [text]
+    assert isinstance(text, (tuple, list)), "Babel gives several forms"
+    return list(text)
 
 
 def _code_records(files: ZipFile) -> Iterator[Record]:

@@ -55,12 +55,15 @@ class GateSettings(Section):
     """whether the gate is also fitted on windows that begin in one kind of text and end in the
     other"""
     threshold_rule: ThresholdRule = "max_cost"
-    """which of the two settings below sets the threshold. With max_cost it is as high as the new
+    """which of the settings below sets the threshold. With max_cost it is as high as the new
     text allows, and the gate stays closed in doubt; with max_open_fraction as low as the other text
     allows"""
     max_cost: Annotated[float, Field(gt=0)] = 0.01
     """by what share the gate may raise the perplexity of new text, behind the first tokens of each
     document"""
+    max_closed_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """largest share of new text, behind the first tokens of each document, that max_cost may close:
+    it counts where training gained little, so that closing costs little"""
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """largest share of the tokens of text that is not new on which the gate may open; where more
     are open, a warning says so"""

@@ -71,6 +71,7 @@ def score_new_text(
     nll: dict[str, Tensor] = {}
     scores: list[Tensor] = []
     nats: list[Tensor] = []
+    always_open: list[Tensor] = []
     base_tokens = models.trained.output.base_columns
     for name, text in windows.items():
         nll[name] = reference_nll(models.trained, models.base, text, config)
@@ -79,11 +80,11 @@ def score_new_text(
         lost[text.targets >= base_tokens] = IMPOSSIBLE_NATS
         # New tokens of an extended vocabulary are open, as are the gate's ids.
         is_always_open = (text.tokens >= base_tokens) | gate.opens_id(text.tokens)
-        lost[is_always_open] = 0.0
         is_later = (text.targets != IGNORED) & text.present & (text.positions >= FIRST_TOKENS)
         scores.append(stream.scores(text, gate)[is_later])
         nats.append(lost[is_later])
-    closing = Closing(torch.cat(scores), torch.cat(nats))
+        always_open.append(is_always_open[is_later])
+    closing = Closing(torch.cat(scores), torch.cat(nats), torch.cat(always_open))
     if not len(closing.scores):
         raise DataError(
             f"gate: the held-out new text predicts nothing behind the first {FIRST_TOKENS} tokens "
@@ -126,32 +127,31 @@ def choose_threshold(
             replace(gate, threshold=threshold), fit, new.closing
         )
     if settings.threshold_rule == "max_cost":
-        threshold = _threshold_by_cost(models, gate, new, settings.max_cost, config)
+        threshold = _threshold_by_cost(models, gate, new, settings, config)
     else:
-        threshold = threshold_by_cost(new.closing, settings.max_cost)
+        threshold = threshold_by_cost(new.closing, settings.max_cost, settings.max_closed_fraction)
     figures["max_cost"] = _figures(replace(gate, threshold=threshold), fit, new.closing)
     chosen = figures[settings.threshold_rule].threshold
     return Thresholds(replace(gate, threshold=chosen), figures)
 
 
 def _threshold_by_cost(
-    models: Models, gate: FittedGate, new: NewText, max_cost: float, config: RunConfig
+    models: Models, gate: FittedGate, new: NewText, settings: GateSettings, config: RunConfig
 ) -> float:
-    """The highest threshold at which the gated model costs new text at most `max_cost`.
+    """The highest threshold at which the gated model costs new text at most gate.max_cost.
 
     Closing a token costs more than its own loss: later open tokens attend to it. So the gated model
     runs, and the threshold is lowered if it costs too much.
     """
-    budget = max_cost
-    threshold = threshold_by_cost(new.closing, budget)
+    budget = settings.max_cost
     for _ in range(_ATTEMPTS):
+        threshold = threshold_by_cost(new.closing, budget, settings.max_closed_fraction)
         gated = replace(gate, threshold=threshold)
         texts, _ = measure(*models, gated, new.windows, config, new.nll)
         cost = cost_of_later_tokens(texts)
-        if cost <= max_cost:
+        if cost <= settings.max_cost:
             break
-        budget *= max_cost / cost
-        threshold = threshold_by_cost(new.closing, budget)
+        budget *= settings.max_cost / cost
     return threshold
 
 

@@ -17,7 +17,13 @@ from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import GATE_RECORD, GateRecord, open_gate
 from pipeline.gating.kinds import negatives_file
 
-_SINCE_COSTS = ("negatives_file", "leave_out", "threshold_rule", "max_cost")
+_SINCE_COSTS = (
+    "negatives_file",
+    "leave_out",
+    "threshold_rule",
+    "max_cost",
+    "max_closed_fraction",
+)
 """Settings that gates of earlier versions were fitted without."""
 _logger = log.get_logger(__name__)
 

@@ -11,8 +11,6 @@ from pipeline.gating.folder import FIRST_TOKENS, GateRecord, KindFigures
 
 MOST_COST = 0.02
 """By what share the gate may raise the perplexity of new text without a warning."""
-MOST_CLOSED = 0.1
-"""What share of new text may be closed without a warning."""
 _NAMED = 8
 """So many kinds of text are named in a warning."""
 _logger = log.get_logger(__name__)
@@ -109,7 +107,7 @@ def warn(record: GateRecord, settings: GateSettings) -> None:
 
 
 def warn_of_open_text(record: GateRecord, settings: GateSettings) -> None:
-    """Warns where more other text opens than gate.max_open_fraction, or no text at all."""
+    """Warns where more other text, or of a kind of text, opens than gate.max_open_fraction."""
     bound = settings.max_open_fraction
     if record.open_fraction_of_negatives > bound:
         _logger.warning(
@@ -130,12 +128,6 @@ def warn_of_open_text(record: GateRecord, settings: GateSettings) -> None:
             bound,
             ", ".join(opened[:_NAMED]),
             more,
-        )
-    if record.closed_fraction_of_new > MOST_CLOSED:
-        _logger.warning(
-            "%.0f %% of the new text is closed, as it costs less than gate.max_cost there: the "
-            "base predicts it about as well as the trained model",
-            100 * record.closed_fraction_of_new,
         )
 
 

@@ -19,38 +19,50 @@ class Closing(NamedTuple):
 
     Attributes:
         scores: [T], the gate's scores of the tokens.
-        nats: [T] in fp64, by how much closing a token raises its loss; 0 for tokens that are open
-            whatever their score.
+        nats: [T] in fp64, by how much closing a token raises its loss.
+        is_always_open: bool [T], the tokens that are open whatever their score.
     """
 
     scores: Tensor
     nats: Tensor
+    is_always_open: Tensor
 
     def cost(self, threshold: float) -> float:
         """By what share a gate with that threshold raises the perplexity: 0.02 is 2 % more."""
-        if not len(self.scores):
-            return 0.0
-        return math.expm1(float(self.nats[self.scores <= threshold].sum()) / len(self.scores))
+        closed = (self.scores <= threshold) & ~self.is_always_open
+        return math.expm1(float(self.nats[closed].sum()) / max(1, len(self.scores)))
 
 
-def threshold_by_cost(closing: Closing, max_cost: float) -> float:
-    """The highest threshold at which closing raises the perplexity by at most `max_cost`.
+def threshold_by_cost(closing: Closing, max_cost: float, max_closed_fraction: float) -> float:
+    """The highest threshold that closes at most a share of new text, at a bounded cost.
 
     It is in the middle between two neighbouring scores that differ by more than rounding. Below the
-    lowest score nothing is closed, which costs nothing: there is always such a threshold. It is
-    above all scores if closing everything costs no more.
+    lowest score nothing is closed, which costs nothing: there is always such a threshold.
+
+    Args:
+        closing: of at least one token.
+        max_cost: by what share the closed tokens may raise the perplexity.
+        max_closed_fraction: the largest share of tokens that may be closed.
     """
     order = closing.scores.argsort()
     # In fp64: the middle of two neighbouring fp32 numbers may round to one of them.
     scores = closing.scores[order].double()
+    is_closed = ~closing.is_always_open[order]
     # Place k is the threshold with k scores below it.
     below = torch.cat([scores[:1] - 1, scores])
     above = torch.cat([scores, scores[-1:] + 1])
-    nats = torch.cat([torch.zeros(1, dtype=torch.double), closing.nats[order].cumsum(0)])
+    closed = _sums(is_closed.double())
+    nats = _sums(closing.nats[order] * is_closed)
     is_cheap = nats <= math.log1p(max_cost) * len(scores)
+    are_few = closed <= max_closed_fraction * len(scores)
     is_wide = above - below >= _EQUAL
-    place = int((is_cheap & is_wide).nonzero().max())
+    place = int((is_cheap & are_few & is_wide).nonzero().max())
     return float((above[place] + below[place]) / 2)
+
+
+def _sums(values: Tensor) -> Tensor:
+    """The sums of the first 0, 1, ..., T of values [T]."""
+    return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
 def threshold_by_open_fraction(scores: Tensor, max_open_fraction: float) -> float:

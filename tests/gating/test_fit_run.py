@@ -148,7 +148,13 @@ def test_a_gate_of_an_earlier_version_is_read_and_stays_as_it_is(fitted, tmp_pat
     config = copied(fitted[0]["adapt"], tmp_path)
     gate, record = open_gate(load_config(fitted[0]["adapt"]).folder / "gate")
     settings = dict(record.request["settings"])
-    for name in ("negatives_file", "leave_out", "threshold_rule", "max_cost"):
+    for name in (
+        "negatives_file",
+        "leave_out",
+        "threshold_rule",
+        "max_cost",
+        "max_closed_fraction",
+    ):
         del settings[name]
     earlier = {"request": record.request | {"settings": settings}, "thresholds": {}, "changes": {}}
     gate = replace(gate, threshold=0.25)
@@ -212,7 +218,7 @@ def test_the_threshold_is_as_high_as_the_cost_allows(with_kinds):
     assert korean.cost_of_later_tokens <= 0.01
     assert record.thresholds["max_cost"].threshold == record.threshold
     assert record.thresholds["max_cost"].cost <= 0.01
-    costly, now = fit_gate(copied_settings(config, max_cost=0.2))
+    costly, now = fit_gate(copied_settings(config, max_cost=0.2, max_closed_fraction=0.5))
     assert now and costly.threshold > record.threshold
     by_share, now = fit_gate(copied_settings(config, threshold_rule="max_open_fraction"))
     assert now and by_share.threshold == by_share.thresholds["max_open_fraction"].threshold

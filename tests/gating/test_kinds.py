@@ -33,7 +33,12 @@ def test_the_shipped_file_is_small_has_many_kinds_and_names_its_sources():
     assert len(kinds) > 400 and {"fr", "ja", "zh", "ko", "script:Cyrillic", "code:rust"} < kinds
     assert {"formulas", "tables", "json", "urls", "symbols", "emoji", "diacritics"} < kinds
     notices = SHIPPED.with_name("negatives.licenses.txt").read_text(encoding="utf-8")
-    for source in ("UNICODE, INC. LICENSE", "Django Software Foundation", "ExplosionAI", "Apache-2.0"):
+    for source in (
+        "UNICODE, INC. LICENSE",
+        "Django Software Foundation",
+        "ExplosionAI",
+        "Apache-2.0",
+    ):
         assert source in notices
 
 

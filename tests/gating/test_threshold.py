@@ -17,13 +17,17 @@ TOKENS = st.lists(st.tuples(st.integers(-9, 9), st.floats(-0.5, 2)), min_size=1,
 
 def closing(tokens: list[tuple[float, float]]) -> Closing:
     scores, nats = zip(*tokens, strict=True)
-    return Closing(torch.tensor(scores).float(), torch.tensor(nats, dtype=torch.double))
+    return Closing(
+        torch.tensor(scores).float(),
+        torch.tensor(nats, dtype=torch.double),
+        torch.zeros(len(scores), dtype=torch.bool),
+    )
 
 
 @given(tokens=TOKENS, max_cost=st.floats(0.001, 0.5))
 def test_no_higher_threshold_costs_as_little(tokens, max_cost):
     found = closing(tokens)
-    threshold = threshold_by_cost(found, max_cost)
+    threshold = threshold_by_cost(found, max_cost, 1.0)
     assert found.cost(threshold) <= max_cost + 1e-9
     for score, _ in tokens:
         # Closing one more kind of score costs too much.
@@ -35,19 +39,29 @@ def test_the_cost_is_that_of_the_closed_tokens_over_all_tokens():
     found = closing([(1.0, 0.2), (2.0, 0.4), (3.0, 1.0), (4.0, 0.0)])
     assert found.cost(0.0) == 0.0
     assert found.cost(2.5) == pytest.approx(math.expm1(0.6 / 4))
-    assert threshold_by_cost(found, math.expm1(0.6 / 4) + 1e-6) == 2.5
-    assert threshold_by_cost(found, 1e-6) == 0.5
+    assert threshold_by_cost(found, math.expm1(0.6 / 4) + 1e-6, 1.0) == 2.5
+    assert threshold_by_cost(found, 1e-6, 1.0) == 0.5
 
 
-def test_what_training_did_not_improve_never_opens():
-    found = closing([(1.0, 0.0), (5.0, -0.1)])
-    assert threshold_by_cost(found, 0.01) > 5.0
+def test_what_training_did_not_improve_is_closed_up_to_a_share():
+    found = closing([(1.0, 0.0), (5.0, -0.1), (7.0, 0.0), (8.0, 0.0)])
+    assert threshold_by_cost(found, 0.01, 0.25) == 3.0
+    assert threshold_by_cost(found, 0.01, 0.5) == 6.0
+    assert threshold_by_cost(found, 0.01, 0.1) == 0.5
+
+
+def test_tokens_that_are_open_by_their_ids_cost_nothing():
+    found = closing([(1.0, 5.0), (2.0, 0.001), (3.0, 5.0), (4.0, 5.0)])
+    always = found._replace(is_always_open=torch.tensor([True, False, False, False]))
+    assert threshold_by_cost(found, 0.01, 0.5) == 0.5
+    assert threshold_by_cost(always, 0.01, 0.5) == 2.5
+    assert always.cost(2.5) == pytest.approx(math.expm1(0.001 / 4))
 
 
 def test_tokens_of_one_state_are_not_split():
     """Their scores differ by rounding; the first of them would be cheap enough to close."""
     found = closing([(1.0, 0.001), (1.0 + 1e-5, 0.4), (3.0, 0.4)])
-    assert threshold_by_cost(found, 0.01) == 0.5
+    assert threshold_by_cost(found, 0.01, 1.0) == 0.5
 
 
 @given(

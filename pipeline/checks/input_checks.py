@@ -24,7 +24,6 @@ from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.run_folder.lock import check_folder
 from pipeline.scale.plan import plan_expansion
-from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
 
 # --- The configuration ----------------------------------------------------------------------------
 
@@ -127,16 +126,6 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
 # --- Texts and token corpora ----------------------------------------------------------------------
 
 
-def check_sampling_settings(inputs: RunInputs) -> None:
-    """The settings of self-generated text fit the base and its tokenizer."""
-    # A sequence length beyond the base's context is reported by `check_model`.
-    longest = min(inputs.config.data.sequence_length, inputs.spec.max_position_embeddings)
-    for corpus in inputs.config.data.corpora.values():
-        if corpus.sample is not None:
-            max_tokens = corpus.sample.max_tokens or longest
-            check_sampling(corpus.sample, max_tokens, inputs.tokenizer, inputs.spec)
-
-
 def check_texts(inputs: RunInputs) -> list[UserError]:
     """The texts exist, and corpora that were begun are those of the configuration.
 
@@ -157,19 +146,6 @@ def check_texts(inputs: RunInputs) -> list[UserError]:
         try:
             if is_here(job.corpus.input):
                 finished(job.output, tokenize_job.plan_of(job, tokenizer))
-        except UserError as fault:
-            faults.append(fault)
-    return faults
-
-
-def check_self_generated(inputs: RunInputs) -> list[UserError]:
-    """Corpora of self-generated text that were begun are those of the configuration."""
-    if inputs.get_or_none("base") is None or inputs.get_or_none("tokenizer") is None:
-        return []  # Checks of their own report it.
-    faults: list[UserError] = []
-    for job in sampling_jobs(inputs.config):
-        try:
-            finished(job.output, plan_of(job))
         except UserError as fault:
             faults.append(fault)
     return faults

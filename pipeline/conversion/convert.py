@@ -37,13 +37,14 @@ from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.expansion_folder import EXPANSION, write_expansion
-from pipeline.files.folders import FolderKind, check_replaceable, holds, published_folder
+from pipeline.files.folders import check_replaceable, holds, published_folder
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
@@ -59,11 +60,9 @@ from pipeline.model.spec import DecoderSpec
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
-RECORD = "conversion.json"
 MIN_COUNT = 20
 """Default of --min-count: how often a token must occur in the corpora of role new to have rows of
 its own in a difference."""
-EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -420,7 +419,7 @@ def _write_export(
         }
         if export.format == "difference":
             written["difference"] = stored_sizes(export)
-        write_json(folder / RECORD, written)
+        write_json(folder / EXPORT.record, written)
     if isinstance(report, DifferenceReport):
         _logger.info("%s", describe_difference(report))
     else:

@@ -27,8 +27,8 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
-from tests.self_generated.helpers import copied_stories
 from tests.widened import some_tokens
 
 METHODS = {"merged": scale("preserve", norm="base"), "scale": scale("adapt")}

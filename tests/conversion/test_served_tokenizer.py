@@ -30,8 +30,8 @@ from pipeline.hf.served_tokenizer import (
 from tests.bases import STORIES, save_base
 from tests.conversion.checkpoints import checkpoint_in, save, scale, without_this_project
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 HERE = Path(__file__).parent

@@ -42,14 +42,14 @@ from pipeline.data.tokenize.workers import Workers, worker_number
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError
+from pipeline.extensions.self_generated.prompts import chosen_prompts, write_prompts
 from pipeline.files.hashes import file_hash
 from pipeline.hosted.bases import open_base
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.spec import DecoderSpec
-from pipeline.self_generated.prompts import chosen_prompts, write_prompts
 
 if TYPE_CHECKING:
-    from pipeline.self_generated.generation import BaseWriter
+    from pipeline.extensions.self_generated.generation import BaseWriter
 
 # A unit is the work that a kill can cost. It has at least one batch.
 _UNITS_PER_CORPUS = 64
@@ -363,7 +363,7 @@ def _loaded(
 ) -> tuple[BaseWriter, Tokenizer]:
     """The base and its tokenizer; `hashes` make a changed base another one."""
     # Its imports take seconds, and every stage reads this module.
-    from pipeline.self_generated.generation import BaseWriter
+    from pipeline.extensions.self_generated.generation import BaseWriter
 
     tokenizer = load_tokenizer(base)
     return BaseWriter(base, tokenizer, device), tokenizer

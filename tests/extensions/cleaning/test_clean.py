@@ -17,18 +17,18 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
-from pipeline.cleaning import clean as module
-from pipeline.cleaning.clean import clean, submit
-from pipeline.cleaning.stages import CleaningJob
-from pipeline.commands import clean as clean_command
 from pipeline.commands import tokenize as tokenize_command
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
-from tests.cleaning.crawl import Crawl, korean_pages
+from pipeline.extensions.cleaning import clean as module
+from pipeline.extensions.cleaning import command as clean_command
+from pipeline.extensions.cleaning.clean import clean, submit
+from pipeline.extensions.cleaning.stages import CleaningJob
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
+from tests.extensions.cleaning.crawl import Crawl, korean_pages
 from tests.files import cut, flip_bit, read_jsonl
 from tests.programs import call
 
@@ -255,7 +255,7 @@ def test_bad_settings_are_refused_in_one_line(
 def test_without_the_extra_the_command_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("pipeline.cleaning")]:
+    for name in [name for name in sys.modules if name.startswith("pipeline.extensions.cleaning")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean\]'"):
@@ -299,7 +299,14 @@ def test_a_failed_task_is_named_and_done_by_the_next_start(
 
 
 def check(*options: str | Path) -> str:
-    command = [sys.executable, "-m", "tests.cleaning", "--copies", "2", *map(str, options)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.extensions.cleaning",
+        "--copies",
+        "2",
+        *map(str, options),
+    ]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
 
 

@@ -20,11 +20,11 @@ from pipeline.data.corpus.indexed_dataset import writing_shard
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
-from pipeline.self_generated.generation import BaseWriter
-from pipeline.self_generated.prompts import chosen_prompts
+from pipeline.extensions.self_generated.generation import BaseWriter
+from pipeline.extensions.self_generated.prompts import chosen_prompts
 from tests.bases import STORIES, save_stories_with_a_token_more
 from tests.data.helpers import contents, documents, write_jsonl
-from tests.self_generated.helpers import (
+from tests.extensions.self_generated.helpers import (
     END,
     START,
     copied_stories,

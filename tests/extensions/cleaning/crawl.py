@@ -11,11 +11,11 @@ from pathlib import Path
 
 import zstandard
 
-from pipeline.cleaning.clean import CleanedText
-from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
+from pipeline.extensions.cleaning.clean import CleanedText
+from pipeline.extensions.cleaning.stages import CleaningJob
 from tests.texts import DATA
 
 EDITS = (0, 1, 2, 5, 10)

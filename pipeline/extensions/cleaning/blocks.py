@@ -23,18 +23,18 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from pipeline.cleaning.text import (
-    whole_text,
-    with_fixed_encoding,
-    without_boilerplate_lines,
-    without_personal,
-)
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Keys, Rejected
 from pipeline.data.sources.streams import open_stream, text_length
 from pipeline.data.tokenize.units import Unit, unit_records
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
+from pipeline.extensions.cleaning.text import (
+    whole_text,
+    with_fixed_encoding,
+    without_boilerplate_lines,
+    without_personal,
+)
 
 _SHORT = "short"
 """Names the index of questions with fewer words than are looked for in a row."""

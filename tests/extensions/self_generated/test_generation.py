@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.extensions.self_generated import generation
+from pipeline.extensions.self_generated.generation import BaseWriter, _document
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
-from pipeline.self_generated import generation
-from pipeline.self_generated.generation import BaseWriter, _document
 from tests.bases import STORIES
-from tests.self_generated.helpers import (
+from tests.extensions.self_generated.helpers import (
     END,
     KNOWN_IDS,
     START,

@@ -25,7 +25,6 @@ from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
-from pipeline.cleaning.stages import DROPPED, CleaningJob, CleaningStage, stages_of
 from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import likely_encoding
@@ -35,6 +34,7 @@ from pipeline.data.tokenize.input_files import input_files, named_files
 from pipeline.data.tokenize.queue import warn_of_repeats
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
+from pipeline.extensions.cleaning.stages import DROPPED, CleaningJob, CleaningStage, stages_of
 from pipeline.files.folders import FolderKind, check_replaceable, replace_directory
 from pipeline.files.json_files import read_record, write_record
 
@@ -42,7 +42,7 @@ _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
 _PLAN = "plan.json"
 # What workers import before their first task.
-_PRELOAD = "pipeline.cleaning.stages"
+_PRELOAD = "pipeline.extensions.cleaning.stages"
 # Bytes of text that an estimate cleans at least.
 _LEAST_SAMPLE = 2**20
 _SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "normalize"}

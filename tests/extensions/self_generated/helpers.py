@@ -13,8 +13,8 @@ from pipeline.config.data import Sampling
 from pipeline.data.corpus.manifest import Manifest
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.workers import local_workers
+from pipeline.extensions.self_generated.corpus import SamplingJob, plan_of, sample_corpus
 from pipeline.model.decoder import Decoder
-from pipeline.self_generated.corpus import SamplingJob, plan_of, sample_corpus
 from tests.bases import STORIES, copy_tokenizer, save_base
 from tests.files import change_json
 
@@ -59,7 +59,7 @@ def job(
 
 def sample(output: Path, base: Path = STORIES, *, workers: int = 1, **settings: Any) -> Manifest:
     described = job(output, base, **settings)
-    with local_workers(workers, preload="pipeline.self_generated.corpus") as pool:
+    with local_workers(workers, preload="pipeline.extensions.self_generated.corpus") as pool:
         return sample_corpus(described, plan_of(described), pool)
 
 

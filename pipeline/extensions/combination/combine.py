@@ -20,14 +20,14 @@ from pipeline import log
 from pipeline.checkpoint.manifest import MANIFEST_FILE
 from pipeline.config.method import title_of
 from pipeline.config.sources import CHECKPOINTS, RUN_FILE
-from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
+from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.model_card import licence_of, markdown_table
 from pipeline.conversion.probe_texts import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
-from pipeline.files.folders import FolderKind, holds, published_folder
+from pipeline.files.folders import holds, published_folder
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
 from pipeline.files.publishing import write_text
@@ -35,6 +35,7 @@ from pipeline.files.reading import read_inside
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD
 from pipeline.hf.base_card import CARD, base_named_in, card_of
 from pipeline.hf.base_files import copy_base_files
+from pipeline.hf.folder_kinds import COMBINATION, EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
@@ -51,7 +52,6 @@ from pipeline.hf.served_tokenizer import check_export
 from pipeline.hf.write import PlannedTensor, code_files, copy_code, stored_tensors, write_tensors
 from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 
-COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EMBEDDING = "embedding.base.weight"
 OUTPUT = "output.base"
 # The tensors of an export with an extended vocabulary whose last rows are of new tokens, and the
@@ -183,7 +183,7 @@ def open_export(path: Path) -> ExpansionExport:
     fault = _unsupported_reason(config)
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
-    record = read_object(folder / RECORD, ConversionError)
+    record = read_object(folder / EXPORT.record, ConversionError)
     if is_run:
         _check_is_newest(path, folder, record)
     return ExpansionExport(folder, config, record)

@@ -17,16 +17,16 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE as MANIFEST
-from pipeline.combination.combine import combine, open_export
-from pipeline.commands import combine as combine_command
 from pipeline.config.sources import RUN_FILE
-from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError, DataError, OutputError
+from pipeline.extensions.combination import command as combine_command
+from pipeline.extensions.combination.combine import combine, open_export
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import write_json, write_record
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import (

@@ -85,7 +85,7 @@ def test_the_stage_makes_what_the_run_then_reads(
 def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
     path = write_config(tmp_path / "run", tokens)
     code = (
-        "import sys; from tests.programs import call; from pipeline.commands import sample; "
+        "import sys; from tests.programs import call; from pipeline.extensions.self_generated import command as sample; "
         f"call(sample, {str(path)!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(

@@ -46,6 +46,6 @@ def main(arguments: argparse.Namespace) -> None:
         runs[name] = Path(path)
     _logger.info("combining %s into %s: loading the libraries", ", ".join(runs), arguments.folder)
     # After the arguments are checked, so that a mistake in them is reported at once.
-    from pipeline.combination.combine import combine
+    from pipeline.extensions.combination.combine import combine
 
     combine(arguments.folder, runs)

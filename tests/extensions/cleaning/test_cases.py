@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from pipeline.cleaning.clean import clean, examples
-from pipeline.cleaning.stages import CleaningJob
-from pipeline.cleaning.text import with_fixed_encoding, without_boilerplate_lines, without_personal
 from pipeline.config.data import Corpus
 from pipeline.data.tokenize.corpora import source_of
 from pipeline.data.tokenize.input_files import input_files
+from pipeline.extensions.cleaning.clean import clean, examples
+from pipeline.extensions.cleaning.stages import CleaningJob
+from pipeline.extensions.cleaning.text import (
+    with_fixed_encoding,
+    without_boilerplate_lines,
+    without_personal,
+)
 from tests.data.helpers import write_jsonl
 
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parents[2] / "cases"
 FILTERS = ["language", "boilerplate", "repetition", "quality", "lines", "personal_data"]
 
 

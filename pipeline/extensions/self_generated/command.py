@@ -33,7 +33,7 @@ from pipeline.run_folder.run_file import write_new_run
 from pipeline.run_folder.serial_stage import serial_stage
 
 if TYPE_CHECKING:
-    from pipeline.self_generated.corpus import SamplingJob
+    from pipeline.extensions.self_generated.corpus import SamplingJob
 
 _logger = log.get_logger(__name__)
 
@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
     sampling = _sampling_of(arguments) if config is None else None
     _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
     from pipeline.data.tokenize.workers import local_workers
-    from pipeline.self_generated.corpus import (
+    from pipeline.extensions.self_generated.corpus import (
         default_workers,
         plan_of,
         sample_corpus,
@@ -124,7 +124,7 @@ def main(arguments: argparse.Namespace) -> None:
             write_new_run(config)
         workers = arguments.workers or default_workers(jobs[0].base)
         # The server of forks loads torch and transformers once for all workers.
-        with local_workers(workers, preload="pipeline.self_generated.corpus") as pool:
+        with local_workers(workers, preload="pipeline.extensions.self_generated.corpus") as pool:
             for job, plan in zip(jobs, plans, strict=True):
                 manifest = sample_corpus(job, plan, pool, arguments.share)
                 tokens = f"{manifest.tokens:,} tokens that the base wrote"
@@ -141,7 +141,7 @@ def _sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def _given_job(arguments: argparse.Namespace, sampling: Sampling) -> SamplingJob:
-    from pipeline.self_generated.corpus import SamplingJob
+    from pipeline.extensions.self_generated.corpus import SamplingJob
 
     return SamplingJob(
         arguments.base,

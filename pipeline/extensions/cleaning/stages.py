@@ -35,7 +35,14 @@ from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
 
 from pipeline import log
-from pipeline.cleaning.blocks import (
+from pipeline.config.data import Corpus, Data
+from pipeline.data.sources.object_stores import InputPath
+from pipeline.data.sources.records import Keys
+from pipeline.data.sources.streams import likely_encoding
+from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
+from pipeline.data.tokenize.input_files import input_files, named_files
+from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
+from pipeline.extensions.cleaning.blocks import (
     CleanedShard,
     Contamination,
     PlainFolder,
@@ -49,13 +56,6 @@ from pipeline.cleaning.blocks import (
     without_boilerplate,
     without_personal_data,
 )
-from pipeline.config.data import Corpus, Data
-from pipeline.data.sources.object_stores import InputPath
-from pipeline.data.sources.records import Keys
-from pipeline.data.sources.streams import likely_encoding
-from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
-from pipeline.data.tokenize.input_files import input_files, named_files
-from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 
 DROPPED = "dropped"
 """What each step dropped, in a folder of cleaned text."""

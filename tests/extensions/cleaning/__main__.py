@@ -12,8 +12,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from pipeline.cleaning.clean import clean
-from tests.cleaning.crawl import Crawl
+from pipeline.extensions.cleaning.clean import clean
+from tests.extensions.cleaning.crawl import Crawl
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ def main(arguments: argparse.Namespace) -> None:
     if not names:
         return  # Every run of slurm/cpt_korean.sh passes here.
     try:
-        from pipeline.cleaning.clean import estimate, examples
-        from pipeline.cleaning.stages import cleaning_jobs
+        from pipeline.extensions.cleaning.clean import estimate, examples
+        from pipeline.extensions.cleaning.stages import cleaning_jobs
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'"
@@ -93,8 +93,8 @@ def _check_tokenization(config: RunConfig, arguments: argparse.Namespace) -> Non
 
 def _clean(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Cleans each corpus, or, with --slurm, finishes what is submitted and submits the next."""
-    from pipeline.cleaning.clean import clean, submit, table
-    from pipeline.cleaning.stages import cleaning_jobs
+    from pipeline.extensions.cleaning.clean import clean, submit, table
+    from pipeline.extensions.cleaning.stages import cleaning_jobs
 
     for job in cleaning_jobs(config.data):
         if arguments.slurm and not job.output.exists() and not job.work.exists():

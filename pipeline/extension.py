@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pipeline.errors import ExtensionError, in_one_line
 
@@ -50,6 +50,45 @@ class Command:
     after: str
 
 
+@dataclass(frozen=True)
+class FormatOption:
+    """An option of `scale-cpt convert` that has an effect in one format only.
+
+    Attributes:
+        flag: such as `--bits`.
+        parse: makes its value of the word on the command line; raises ValueError or
+            argparse.ArgumentTypeError.
+        help: one line for `--help`.
+        choices: the values that it may have; empty: all.
+    """
+
+    flag: str
+    parse: Callable[[str], Any]
+    help: str
+    choices: Sequence[Any] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name among `Conversion.options`: `min_count` of `--min-count`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class OfferedFormat:
+    """A format in which `scale-cpt convert` writes a trained model.
+
+    Attributes:
+        summary: a few words on what the folder holds.
+        export_format: where its `pipeline.conversion.export_format.ExportFormat` is, as
+            `module:name`. The module is imported only when a model is converted.
+        options: the options that only this format has.
+    """
+
+    summary: str
+    export_format: str
+    options: Sequence[FormatOption] = ()
+
+
 class Extension:
     """One optional feature. A subclass overrides the methods at which it gives something.
 
@@ -73,6 +112,10 @@ class Extension:
         They come after the core's.
         """
         return ()
+
+    def export_formats(self) -> Mapping[str, OfferedFormat]:
+        """Formats in which `scale-cpt convert` writes a trained model, by name."""
+        return {}
 
 
 @cache

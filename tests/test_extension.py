@@ -116,8 +116,8 @@ def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_pat
         ),
         (
             {"value": "gretting:EXTENSION"},
-            "error: extension greeting: gretting:EXTENSION cannot be imported (ModuleNotFoundError: No module named 
-            "'gretting'); repair or uninstall its distribution\n",
+            "error: extension greeting: gretting:EXTENSION cannot be imported (ModuleNotFoundError: No "
+            "module named 'gretting'); repair or uninstall its distribution\n",
         ),
     ],
 )

@@ -13,8 +13,9 @@ import torch
 
 from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers

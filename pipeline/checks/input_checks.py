@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
-from pipeline.conversion.formats import unsupported_reason
+from pipeline.conversion.formats import unsupported_reasons
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.tokenize.corpus_folder import finished
@@ -115,7 +115,7 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
     expansion = None
     if isinstance(config.method, (ScaleMethod, Lora)):
         expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
-    refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+    refused = unsupported_reasons(config.method, expansion, spec, gated=config.gate is not None)
     # Format `auto` is merged where possible, and a merged export has the base's own model_type.
     model_type = ScaleConfig.model_type
     if refused["merged"] is None and config.base.is_dir():

@@ -15,8 +15,9 @@ from pipeline import methods
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert, latest_conversion
+from pipeline.conversion.convert import convert, latest_conversion
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import RESUME_LATER, BaseModelError
 from pipeline.hf.load import load_hf_model
 from pipeline.model.decoder import Decoder

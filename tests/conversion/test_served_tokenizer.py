@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.evaluation.benchmarks import benchmark_model

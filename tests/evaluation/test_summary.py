@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results

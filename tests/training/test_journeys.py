@@ -34,8 +34,9 @@ from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import check_stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.scale_export import scale_export
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.documents import texts

@@ -15,7 +15,7 @@ from benchmarks import difference_quality
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import convert, latest_conversion, packing_of, run_sources
+from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.gating.fit_run import fit_gate
 from pipeline.hf.load import load_hf_model
@@ -74,7 +74,7 @@ def test_it_is_trained_gated_exported_and_evaluated(run):
     assert "This folder is for inference" in card and "trust_remote_code=True" in card
     assert not convert(
         # An equal request has made it already.
-        replace(latest_conversion(config), packing=packing_of(config, 8, 5)),
+        replace(latest_conversion(config), options={"bits": 8, "min_count": 5}),
         probe_maker(*run_sources(config)),
     )
 
@@ -98,7 +98,7 @@ def test_what_is_refused(run):
     done = scale_cpt("convert", run, "--format", "difference", "--without-gate")
     assert "this model has no gate" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--format", "merged", "--without-gate", "--bits", "4")
-    assert "belong to --format difference, found" in done.stderr.splitlines()[-1]
+    assert "--bits: expected --format difference, found --format merged" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--min-count", "1000000000")
     assert "--min-count: expected at most" in done.stderr.splitlines()[-1]
 

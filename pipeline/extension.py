@@ -113,6 +113,13 @@ class Extension:
         """
         return ()
 
+    def optimizers(self) -> Mapping[str, str]:
+        """Optimizers that a run may choose as `schedule.optimizer`, by name.
+
+        Each is where its `pipeline.optimizers.optimizer.Optimizer` is, as `module:name`.
+        """
+        return {}
+
     def export_formats(self) -> Mapping[str, OfferedFormat]:
         """Formats in which `scale-cpt convert` writes a trained model, by name."""
         return {}

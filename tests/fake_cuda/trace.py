@@ -63,12 +63,13 @@ from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.muon import orthogonalised
 from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
-from pipeline.training.muon import make_optimizer, orthogonalised
+from pipeline.training.optimizer import make_optimizer
 from tests.bases import CONFIGS
 from tests.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins

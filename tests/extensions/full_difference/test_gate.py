@@ -98,7 +98,10 @@ def test_what_is_refused(run):
     done = scale_cpt("convert", run, "--format", "difference", "--without-gate")
     assert "this model has no gate" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--format", "merged", "--without-gate", "--bits", "4")
-    assert "--bits: expected --format difference, found --format merged" in done.stderr.splitlines()[-1]
+    assert (
+        "--bits: expected --format difference, found --format merged"
+        in done.stderr.splitlines()[-1]
+    )
     done = scale_cpt("convert", run, "--min-count", "1000000000")
     assert "--min-count: expected at most" in done.stderr.splitlines()[-1]
 

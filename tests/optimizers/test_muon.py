@@ -16,8 +16,8 @@ from pipeline.checks.checklist import check_stage
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import is_layer_matrix
+from pipeline.optimizers.muon import orthogonalised
 from pipeline.training import deepspeed_internals  # noqa: F401  # it sets the filter
-from pipeline.training.muon import orthogonalised
 from tests.training.runs import make_run
 
 

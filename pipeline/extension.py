@@ -51,6 +51,21 @@ class Command:
 
 
 @dataclass(frozen=True)
+class OfferedMethod:
+    """A training method. Both places are `module:name`.
+
+    Attributes:
+        settings: its settings, a `pipeline.config.method.MethodSettings` with a literal `name`. The
+            module is imported with every run, and imports no torch.
+        method: its `pipeline.methods.method.TrainingMethod`, which is made of the settings and the
+            run's seed.
+    """
+
+    settings: str
+    method: str
+
+
+@dataclass(frozen=True)
 class FormatOption:
     """An option of `scale-cpt convert` that has an effect in one format only.
 
@@ -113,6 +128,10 @@ class Extension:
         """
         return ()
 
+    def methods(self) -> Sequence[OfferedMethod]:
+        """Training methods, of which a run chooses one as `method.name`."""
+        return ()
+
     def optimizers(self) -> Mapping[str, str]:
         """Optimizers that a run may choose as `schedule.optimizer`, by name.
 
@@ -123,6 +142,12 @@ class Extension:
     def export_formats(self) -> Mapping[str, OfferedFormat]:
         """Formats in which `scale-cpt convert` writes a trained model, by name."""
         return {}
+
+
+def load_object(place: str) -> Any:
+    """What stands at a place `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 @cache

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import AUTO, offered_formats
 from pipeline.conversion.export_format import ExportFormat
 from pipeline.errors import ConversionError
+from pipeline.extension import load_object
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 
@@ -20,8 +20,7 @@ def export_formats() -> Mapping[str, ExportFormat]:
     """The formats of the core and of the installed extensions, by name."""
     formats: dict[str, ExportFormat] = {}
     for name, offered in offered_formats().items():
-        module, _, attribute = offered.export_format.partition(":")
-        formats[name] = getattr(import_module(module), attribute)
+        formats[name] = load_object(offered.export_format)
     return formats
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.config.schedule import Schedule, offered_optimizers
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError
+from pipeline.extension import load_object
 from pipeline.parallel.sharding import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
@@ -78,8 +78,7 @@ def moments_of(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> tupl
 @cache
 def optimizer_named(name: str) -> Optimizer:
     """The optimizer that `schedule.optimizer` names."""
-    module, _, attribute = offered_optimizers()[name].partition(":")
-    optimizer: Optimizer = getattr(import_module(module), attribute)
+    optimizer: Optimizer = load_object(offered_optimizers()[name])
     return optimizer
 
 

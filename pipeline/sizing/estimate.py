@@ -17,7 +17,8 @@ from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deeps
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
 from pipeline.log import counted
-from pipeline.methods import build_model, training_method
+from pipeline.methods.build_model import build_model
+from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing

@@ -12,11 +12,11 @@ import deepspeed
 import torch
 from torch import Tensor
 
-from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import stages_of
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
@@ -34,7 +34,7 @@ from pipeline.training.optimizer import make_optimizer
 from pipeline.training.resting import RestingParameter, initial_resting, restored_resting
 
 
-def build_model(
+def build_on_device(
     config: RunConfig,
     base: BaseFolder,
     deepspeed_config: DeepSpeedConfig,
@@ -51,7 +51,7 @@ def build_model(
     if device is not None and deepspeed_config.zero_stage < 3:
         on_device = device
     with default_dtype(deepspeed_config.dtype), partitioning, on_device:
-        model = methods.build_model(config, base.spec, groups.tensor_parallel)
+        model = build_model(config, base.spec, groups.tensor_parallel)
     deepspeed_internals.attach_zero_partitions(model)
     return model
 

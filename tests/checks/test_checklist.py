@@ -17,7 +17,7 @@ from pipeline.commands import train
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock

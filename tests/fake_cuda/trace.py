@@ -57,7 +57,8 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hosted.bases import read_spec
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods.build_model import quantize_base
+from pipeline.methods.registry import method_for
 from pipeline.model import attention
 from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder

@@ -26,7 +26,7 @@ from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
 from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import named_trained_parameters

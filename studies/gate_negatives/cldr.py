@@ -90,7 +90,7 @@ def _sentences(
         return format_unit(rng.randrange(1, 3000), rng.choice(_UNITS), locale=locale)
 
     def some_price() -> str:
-        code = rng.choice(["EUR", "USD", "CHF", "INR", "BRL", "ZAR"])
+        code = rng.choice(["EUR", "USD", "CHF", "INR", "BRL", "CAD"])
         return format_currency(
             rng.randrange(1, 10**6) / 10, code, locale=locale, format_type="name"
         )

@@ -26,9 +26,6 @@ from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
 from pipeline.scale_math import NEVER
 
-MOST_NATS = 50.0
-"""Where a new token follows a closed one its probability is zero, which no mean can hold."""
-
 
 @torch.no_grad()
 def reference_nll(
@@ -126,9 +123,7 @@ def measure_windows(
     config: RunConfig,
 ) -> Tensor:
     """The nll of the targets by the base, by the model without its gate, and with it: [3, N, S], in
-    fp64; at most MOST_NATS.
-
-    The arguments are those of `measure`.
+    fp64. The arguments are those of `measure`.
     """
     found: list[Tensor] = []
     with progress_bar("measuring kinds of text", len(windows), " sequences") as bar:
@@ -137,7 +132,7 @@ def measure_windows(
                 measured = _passes(decoder, gate, group, config, None)
             else:
                 measured = _passes_of_two(decoder, base, gate, group, config, None)
-            found.append(measured.nll.clamp(max=MOST_NATS))
+            found.append(measured.nll)
             bar.update(len(group))
     return torch.cat(found, dim=1)
 

@@ -93,7 +93,12 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     thresholds = choose_threshold(models, gate, fit, new, settings, config)
     gate = thresholds.gate
 
-    texts, difference = measure(*models, gate, heldout, config, new.nll)
+    texts = dict(thresholds.texts)
+    rest = {name: windows for name, windows in heldout.items() if name not in texts}
+    others, difference = measure(*models, gate, rest, config, new.nll)
+    texts |= others
+    if thresholds.difference is not None:
+        difference = max(thresholds.difference, difference or 0.0)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -115,7 +120,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         closed_fraction_of_new=chosen.closed_fraction_of_new,
         open_fraction_of_negatives=chosen.open_fraction_of_negatives,
         left_out_of_own_text=fit.left_out,
-        heldout=texts,
+        heldout={name: texts[name] for name in heldout},
         kinds=kind_figures(
             models, gate, text.unused, fit.is_open(gate), text.kinds, config, fit.left_out_kinds
         ),

@@ -15,6 +15,9 @@ from pipeline.gating.gate import FittedGate
 from pipeline.gating.new_text import Models
 from pipeline.gating.windows import NO_KIND, Windows
 
+_MOST_NATS = 50.0
+"""Where a new token follows a closed one its probability is zero, which no mean can hold."""
+
 
 def kind_figures(
     models: Models,
@@ -84,7 +87,7 @@ def _costs(
     costs[is_left_out] = torch.nan
     if len(rows):
         measured = measure_windows(*models, gate, windows.rows(rows), config)
-        base_nll, ungated_nll, gated_nll = measured
+        base_nll, ungated_nll, gated_nll = measured.clamp(max=_MOST_NATS)
         wanted_nll = torch.where(windows.is_new[rows], ungated_nll, base_nll)
         costs[rows] = gated_nll - wanted_nll
     return costs

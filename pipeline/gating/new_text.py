@@ -100,10 +100,14 @@ class Thresholds(NamedTuple):
         gate: with the threshold that `gate.threshold_rule` chose.
         figures: of each rule, by its name. max_open_fraction is missing where there is too little
             other text to measure that share.
+        texts: the effect of the gate on new text, where it was measured for max_cost.
+        difference: the second result of `measure` for these.
     """
 
     gate: FittedGate
     figures: dict[str, ThresholdFigures]
+    texts: dict[str, HeldoutText]
+    difference: float | None
 
 
 def choose_threshold(
@@ -126,33 +130,46 @@ def choose_threshold(
         figures["max_open_fraction"] = _figures(
             replace(gate, threshold=threshold), fit, new.closing
         )
+    by_cost = _ByCost(
+        threshold_by_cost(new.closing, settings.max_cost, settings.max_closed_fraction), {}, None
+    )
     if settings.threshold_rule == "max_cost":
-        threshold = _threshold_by_cost(models, gate, new, settings, config)
-    else:
-        threshold = threshold_by_cost(new.closing, settings.max_cost, settings.max_closed_fraction)
-    figures["max_cost"] = _figures(replace(gate, threshold=threshold), fit, new.closing)
+        by_cost = _lowered(by_cost.threshold, models, gate, new, settings, config)
+    figures["max_cost"] = _figures(replace(gate, threshold=by_cost.threshold), fit, new.closing)
     chosen = figures[settings.threshold_rule].threshold
-    return Thresholds(replace(gate, threshold=chosen), figures)
+    return Thresholds(replace(gate, threshold=chosen), figures, by_cost.texts, by_cost.difference)
 
 
-def _threshold_by_cost(
-    models: Models, gate: FittedGate, new: NewText, settings: GateSettings, config: RunConfig
-) -> float:
-    """The highest threshold at which the gated model costs new text at most gate.max_cost.
+class _ByCost(NamedTuple):
+    """A threshold by cost, and the fields of `Thresholds` of the same names."""
+
+    threshold: float
+    texts: dict[str, HeldoutText]
+    difference: float | None
+
+
+def _lowered(
+    threshold: float,
+    models: Models,
+    gate: FittedGate,
+    new: NewText,
+    settings: GateSettings,
+    config: RunConfig,
+) -> _ByCost:
+    """The highest threshold up to `threshold` at which the gated model costs at most gate.max_cost.
 
     Closing a token costs more than its own loss: later open tokens attend to it. So the gated model
     runs, and the threshold is lowered if it costs too much.
     """
-    budget = settings.max_cost
-    for _ in range(_ATTEMPTS):
-        threshold = threshold_by_cost(new.closing, budget, settings.max_closed_fraction)
+    for attempt in range(_ATTEMPTS):
         gated = replace(gate, threshold=threshold)
-        texts, _ = measure(*models, gated, new.windows, config, new.nll)
+        texts, difference = measure(*models, gated, new.windows, config, new.nll)
         cost = cost_of_later_tokens(texts)
-        if cost <= settings.max_cost:
+        if cost <= settings.max_cost or attempt == _ATTEMPTS - 1:
             break
-        budget *= settings.max_cost / cost
-    return threshold
+        budget = max(0.0, new.closing.cost(threshold)) * settings.max_cost / cost
+        threshold = threshold_by_cost(new.closing, budget, settings.max_closed_fraction)
+    return _ByCost(threshold, texts, difference)
 
 
 def cost_of_later_tokens(texts: Mapping[str, HeldoutText]) -> float:

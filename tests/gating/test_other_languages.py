@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
@@ -87,7 +86,6 @@ def open_positions(base: Base, text: FittingText) -> dict[str, tuple[int, int]]:
         is_kind = windows.present & (windows.kinds == number)
         is_kind &= windows.positions >= FIRST_TOKENS
         found[name] = int((is_open & is_kind).sum()), int(is_kind.sum())
-    print(found)
     return found
 
 
@@ -107,12 +105,11 @@ def test_it_stays_closed_on_all_that_is_not_korean_only_by_the_kinds_of_text():
     with_kinds = FittingText(
         joined([corpora.fit, to_fit]), joined([corpora.unused, to_test]), kinds.names
     )
-    torch.manual_seed(0)
     found = open_positions(base, with_kinds)
     opened, korean = found.pop("ko")
     assert opened >= 0.95 * korean
     others = [sum(counts) for counts in zip(*found.values(), strict=True)]
-    assert others[1] > 700 and others[0] <= 4
+    assert others[1] > 700 and others[0] <= 2
 
     alone = open_positions(base, corpora)
     alone.pop("ko")

@@ -2,7 +2,8 @@
 
 The guarantee, for every text: one without a character of `character_rows` (after the tokenizer's
 normalizer) is cut exactly as before. With BPE, any other is cut as before, but for runs of old
-tokens that became one new token each. docs/adr/0023-an-extended-tokenizer-splits-old-text-as-before.md proves it.
+tokens that became one new token each. The proof is in
+docs/adr/0023-an-extended-tokenizer-splits-old-text-as-before.md.
 """
 
 from __future__ import annotations

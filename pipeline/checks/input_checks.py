@@ -85,8 +85,10 @@ def check_heldout_texts(inputs: RunInputs) -> None:
 
 
 def check_base(inputs: RunInputs) -> None:
-    """The base's folder can be read, with the header of every weight file."""
+    """The base's folder can be read, with the header of every weight file; what config.json ties
+    is equal in them."""
     _ = inputs.base.file_of
+    inputs.base.check_tie()
 
 
 def check_model(inputs: RunInputs) -> None:

@@ -68,6 +68,11 @@ class ExpansionFolder:
         return set(self.manifest.tensors)
 
     @property
+    def files(self) -> list[Path]:
+        """The files of tensors, sorted."""
+        return [self.path / name for name in sorted(self.manifest.hashes)]
+
+    @property
     def is_trained(self) -> bool:
         """Whether it comes from a checkpoint, so that the logits differ from the base's."""
         return self.manifest.position is not None

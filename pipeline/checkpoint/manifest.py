@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipeline.config.base import BasePrecision, Fp8Scaling
 from pipeline.config.data import Data
@@ -69,6 +70,11 @@ class _ManifestSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _null_as_nan(value: object) -> object:
+    """Earlier versions wrote null for a number that is not finite."""
+    return math.nan if value is None else value
+
+
 class StepRecord(NamedTuple):
     """What the detection of loss spikes needs of a step; the gradient norm is before clipping."""
 
@@ -120,7 +126,7 @@ class Position(_ManifestSection):
     recomputed_steps: int = 0
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
-    initial_nll_per_token: dict[str, float] = {}
+    initial_nll_per_token: dict[str, Annotated[float, BeforeValidator(_null_as_nan)]] = {}
     recent: tuple[StepRecord, ...] = ()
     lowest_nll_per_token: float | None = None
     validations_without_gain: int = 0

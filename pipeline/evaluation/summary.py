@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,12 @@ def _method_title(config: RunConfig) -> str:
 
 
 def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
-    """The scores of a model, as an earlier summary recorded them."""
-    return {name: Score(**fields) for name, fields in recorded.items()}
+    """The scores of a model, as an earlier summary recorded them: null stands for infinity."""
+    scores: dict[str, Score] = {}
+    for name, fields in recorded.items():
+        filled = {key: math.inf if value is None else value for key, value in fields.items()}
+        scores[name] = Score(**filled)
+    return scores
 
 
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:

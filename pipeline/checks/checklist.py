@@ -36,6 +36,7 @@ from pipeline.checks.input_checks import (
     check_texts,
     check_tokenizer,
     check_trackers,
+    check_trained_expansion,
 )
 from pipeline.checks.inputs import RunInputs
 from pipeline.checks.preflight.all_reduce import (
@@ -81,12 +82,14 @@ TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_BASE_CHECKS,
     check_sampling_settings,
     check_initial_expansion,
+    check_trained_expansion,
 )
 
 TRAIN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
+    check_trained_expansion,
     check_start,
 )
 
@@ -101,6 +104,7 @@ DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     check_exported_tokenizer,
     check_run_folder,
     check_initial_expansion,
+    check_trained_expansion,
     check_newest_checkpoint,
     check_self_generated,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from pipeline.checkpoint.manifest import check_continues_function
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.conversion.formats import unsupported_reason
@@ -17,6 +18,7 @@ from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokeni
 from pipeline.data.tokenize.corpus_folder import finished
 from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
+from pipeline.expansion_folder import open_expansion
 from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.served_tokenizer import check_future_export
@@ -205,6 +207,15 @@ def check_initial_expansion(inputs: RunInputs) -> None:
         check_named_expansion(inputs.config.init_expansion)
     # It compares the hashes of the base's files, which takes a while for a large base.
     made_expansion(inputs.config, inputs.base)
+
+
+def check_trained_expansion(inputs: RunInputs) -> None:
+    """An expansion that was trained before computes in this run what it was trained to."""
+    folder = inputs.config.init_expansion
+    if folder is None or inputs.get_or_none("base") is None:
+        return  # A missing base is reported by `check_base`.
+    check_named_expansion(folder)
+    check_continues_function(open_expansion(folder), inputs.config, inputs.base.spec)
 
 
 def check_start(inputs: RunInputs) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
-from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.manifest import MANIFEST_FILE, SAME_MODEL, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
@@ -354,6 +354,7 @@ def _write_expansion(
         "base_architecture": architecture_of(model.base.spec),
         "method": model.settings.of_initial_expansion,
         "seed": run.seed,
+        "trained_as": run.model_dump(include=set(SAME_MODEL)),
         "tokenizer": run.tokenizer_fingerprint,
         "own_tokens": run.own_tokens,
     }

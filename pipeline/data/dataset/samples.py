@@ -353,9 +353,9 @@ def check_predicts(
         count = min(max_sequences, len(part))
         if not _any_predicts(part, count):
             raise DataError(
-                f"{part.packed.source.folder}: the held-out part of data.corpora.{name} predicts no "
-                f"token in the sequences that are scored ({count} of {len(part)}): expected texts "
-                f"to score, found {_what_fills(part.packed)}; raise data.sequence_length or "
+                f"{part.packed.source.folder}: the held-out part of data.corpora.{name} predicts "
+                f"no token in the sequences that are scored ({count} of {len(part)}): expected "
+                f"texts to score, found {_what_fills(part.packed)}; raise data.sequence_length or "
                 "validation.max_sequences, or hold other texts out"
             )
 

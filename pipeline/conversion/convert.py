@@ -31,19 +31,21 @@ from pipeline.conversion.formats import check_format, check_tp_size, choose_expo
 from pipeline.conversion.model_card import model_card, on_stored_scale
 from pipeline.conversion.probe_texts import MakeProbe, Probe
 from pipeline.conversion.verify import Loader, Report, describe, verify
+from pipeline.conversion.written_files import changed_file, describe_files
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.expansion_folder import EXPANSION, write_expansion
+from pipeline.expansion_folder import EXPANSION, open_expansion, write_expansion
 from pipeline.files.folders import FolderKind, check_replaceable, holds, published_folder
 from pipeline.files.hashes import file_hash
-from pipeline.files.json_files import read_object, write_json
+from pipeline.files.json_files import read_object, with_named_floats, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
+from pipeline.hf.base_files import hashes_of_read_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
@@ -221,10 +223,13 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
     _check_options(conversion, model)
-    request = _request(conversion)
+    request = _request(conversion, model)
     kind = EXPANSION if is_expansion else EXPORT
     if holds(kind, output) and _is_made_for(request, output / kind.record):
-        return False
+        fault = _fault_of_output(output, kind)
+        if fault is None:
+            return False
+        _logger.info("converting again: %s", fault)
     check_replaceable(output, kind, overwrite=conversion.overwrite)
     # Before anything is written: an export of a damaged checkpoint would be a wrong model.
     check = partial(check_file, model.manifest, conversion.checkpoint)
@@ -247,12 +252,16 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     return True
 
 
-def _request(conversion: Conversion) -> dict[str, Any]:
+def _request(conversion: Conversion, model: TrainedModel) -> dict[str, Any]:
     """What identifies a conversion: the hashes of its inputs, its options, and the hashes of the
     code that exports carry.
 
-    An export is made again where any of these changed.
+    An export is made again where any of these changed. The base's weights are those that the
+    checkpoint's manifest names.
     """
+    read_files: dict[str, str] = {}
+    if conversion.format != "expansion":
+        read_files = hashes_of_read_files(model.base.path, model.tokenizer)
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
@@ -263,6 +272,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
+        "read_files": read_files,
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
@@ -276,6 +286,17 @@ def _is_made_for(request: Mapping[str, Any], record: Path) -> bool:
     """Whether the record of an earlier conversion is of an equal request."""
     made = read_object(record, ConversionError)
     return all(made.get(key) == value for key, value in request.items())
+
+
+def _fault_of_output(output: Path, kind: FolderKind) -> str | None:
+    """What is not as it was written in the folder of an earlier conversion; None: nothing."""
+    if kind != EXPANSION:
+        return changed_file(output, read_object(output / RECORD, ConversionError).get("files"))
+    try:
+        open_expansion(output).check_files()
+    except CheckpointError as fault:
+        return str(fault)
+    return None
 
 
 def _open(conversion: Conversion) -> TrainedModel:
@@ -418,10 +439,12 @@ def _write_export(
             **record,
             "written_format": export.format,
             "written_dtype": dtype_name(dtype),
+            # The card is left out: `scale-cpt evaluate` and the user add to it.
+            "files": describe_files(folder, leaving_out=CARD),
         }
         if export.format == "difference":
             written["difference"] = stored_sizes(export)
-        write_json(folder / RECORD, written)
+        write_json(folder / RECORD, with_named_floats(written))
     if isinstance(report, DifferenceReport):
         _logger.info("%s", describe_difference(report))
     else:

@@ -266,8 +266,8 @@ def _request(conversion: Conversion, model: TrainedModel) -> dict[str, Any]:
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
     code: dict[str, str] = {}
-    for model in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
-        for file in code_files(model):
+    for model_class in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
+        for file in code_files(model_class):
             code[file.name] = file_hash(file)
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),

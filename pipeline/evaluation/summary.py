@@ -155,7 +155,8 @@ def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
     """The scores of a model, as an earlier summary recorded them: null stands for infinity."""
     scores: dict[str, Score] = {}
     for name, fields in recorded.items():
-        filled = {key: math.inf if value is None else value for key, value in fields.items()}
+        filled: dict[str, Any] = dict.fromkeys(fields, math.inf)
+        filled.update({key: value for key, value in fields.items() if value is not None})
         scores[name] = Score(**filled)
     return scores
 

@@ -461,8 +461,8 @@ def check_same_run(
 def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
     """The first setting that two records do not have in common, with both values, and how many
     others; None: there is none."""
-    before = dict(flattened(saved))
-    now = dict(flattened(wanted))
+    before = dict(flattened(_as_settings(saved)))
+    now = dict(flattened(_as_settings(wanted)))
     # Names of either: a setting may exist in one of them only, as those of another method.
     different = [name for name in before | now if before.get(name) != now.get(name)]
     if not different:
@@ -475,6 +475,14 @@ def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str
         f"{_SECTION.get(name, '')}{name} (expected {before.get(name)!r}, found {now.get(name)!r})"
         f"{more}"
     )
+
+
+def _as_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a record by the names that they have in a configuration."""
+    settings = dict(record)
+    if "is_hosted" in settings:
+        settings["base_code"] = "transformers" if settings.pop("is_hosted") else "native"
+    return settings
 
 
 def check_continues_function(

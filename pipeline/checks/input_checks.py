@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from pipeline import log
 from pipeline.checkpoint.manifest import check_continues_function
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
@@ -27,6 +28,8 @@ from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.run_folder.lock import check_folder
 from pipeline.scale.plan import plan_expansion
 from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
+
+_logger = log.get_logger(__name__)
 
 # --- The configuration ----------------------------------------------------------------------------
 
@@ -215,7 +218,14 @@ def check_trained_expansion(inputs: RunInputs) -> None:
     if folder is None or inputs.get_or_none("base") is None:
         return  # A missing base is reported by `check_base`.
     check_named_expansion(folder)
-    check_continues_function(open_expansion(folder), inputs.config, inputs.base.spec)
+    expansion = open_expansion(folder)
+    if expansion.is_trained and expansion.manifest.trained_as is None:
+        _logger.info(
+            "%s: an earlier version exported it without a record of method.norm, "
+            "method.router_threshold and base_precision: not compared",
+            folder,
+        )
+    check_continues_function(expansion, inputs.config, inputs.base.spec)
 
 
 def check_start(inputs: RunInputs) -> None:

@@ -190,3 +190,11 @@ def test_a_score_that_an_earlier_version_wrote_as_null_is_read(tmp_path):
     del values["checksum"]
     path.write_text(json.dumps(values))
     assert repr(load_manifest(tmp_path).position) == repr(position)
+
+
+def test_another_code_of_the_base_is_named_as_its_setting(tmp_path):
+    hosted = record().model_copy(update={"is_hosted": True})
+    with pytest.raises(
+        CheckpointError, match=r"another base_code \(expected 'native', found 'transformers'\)"
+    ):
+        check_same_run(manifest(record()), tmp_path, hosted)

@@ -64,11 +64,13 @@ def test_an_expansion_does_not_train_on_as_another_function(first, tokens, tmp_p
     check_trained_expansion(RunInputs(load_config(path), 1))
 
 
-def test_an_expansion_of_an_earlier_version_trains_on(first, tokens, tmp_path):
+def test_an_expansion_of_an_earlier_version_trains_on(first, tokens, tmp_path, caplog):
     copied = shutil.copytree(first.folder / "expansion", tmp_path / "expansion")
     manifest = json.loads((copied / "manifest.json").read_text())
     assert manifest.pop("trained_as")["method"]["norm"] == "base"
     del manifest["checksum"]
     (copied / "manifest.json").write_text(json.dumps(manifest))
     path = write_config(tmp_path, tokens, init_expansion=str(copied), **WIDE)
-    check_stage(load_config(path), 1, "train")
+    with caplog.at_level("INFO"):
+        check_stage(load_config(path), 1, "train")
+    assert "without a record of method.norm" in caplog.text

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checks import checklist
-from pipeline.checks.checklist import check_stage
+from pipeline.checks.checklist import check_stage, input_checks
 from pipeline.checks.input_checks import check_trained_expansion
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import RunConfig, load_config
@@ -54,8 +53,8 @@ def test_an_expansion_does_not_train_on_as_another_function(first, tokens, tmp_p
     expansion = {"init_expansion": str(first.folder / "expansion")}
     path = write_config(tmp_path, tokens, **{**expansion, **WIDE, **changes})
     # Before tokenization, in the dry run, and where training begins.
-    for checks in (checklist.TOKENIZE_CHECKS, checklist.TRAIN_CHECKS, checklist.DRY_RUN_CHECKS):
-        assert check_trained_expansion in checks
+    for stage in ("tokenize", "train", "dry run"):
+        assert check_trained_expansion in input_checks(stage)
     with pytest.raises(CheckpointError, match=re.escape(f"trained with another {message}")):
         check_stage(load_config(path), 1, "train")
     # An initial expansion has learned nothing: the same settings may change there.

@@ -19,8 +19,10 @@ import yaml
 
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
+from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import ConfigError, UserError
 from pipeline.files.publishing import write_text
+from pipeline.hub import model_folder
 from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
@@ -151,6 +153,7 @@ def _group_lines(config: RunConfig) -> list[str]:
             f"groups of parameters: unknown, because {config.base} is not on this machine; "
             "see scale-cpt train --dry-run --base-config"
         ]
+    _logger.info("groups of parameters: loading the libraries")
     # After the configuration is checked, because torch takes seconds.
     from pipeline.checks.inputs import RunInputs
     from pipeline.methods.parameter_groups import group_lines
@@ -169,9 +172,11 @@ def _write_first(arguments: argparse.Namespace) -> int:
     name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
+    for files in (arguments.new, arguments.old, arguments.old_chats, arguments.new_chats):
+        named_files(files)
+    model_folder(arguments.base)
     _logger.info("a first configuration for %s: loading the libraries", arguments.base)
-    # After the options are checked, because torch takes seconds.
-    from pipeline.checks.dry_run.make_plan import make_plan
+    # After the paths are checked, because torch takes seconds.
     from pipeline.sizing.first_config.propose import propose
     from pipeline.sizing.first_config.wanted import FirstRun
 
@@ -194,6 +199,9 @@ def _write_first(arguments: argparse.Namespace) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     _logger.info("wrote %s; its dry run follows", output)
+    # Not before: the file does not wait for its imports.
+    from pipeline.checks.dry_run.make_plan import make_plan
+
     plan = make_plan(config, cluster)
     print(plan)
     return 1 if plan.faults else 0

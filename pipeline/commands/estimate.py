@@ -18,7 +18,10 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.config.run import load_config
+from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.run, arguments.set, base="described")
+    _logger.info("estimating %s: loading the libraries, then each layout", config.name)
     # Here, because --help does not wait for torch.
     from pipeline.sizing.estimate import open_estimator
     from pipeline.sizing.report import report, report_values
 
-    config = load_config(arguments.run, arguments.set, base="described")
     cluster = cluster_of(arguments)
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
     if arguments.json:

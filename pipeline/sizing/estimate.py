@@ -284,12 +284,15 @@ class Estimator:
         return memory.total - passing <= self.cluster.recommended_bytes
 
     def _least_that_fits(self, choices: Sequence[Choice]) -> Estimate:
-        """The first of the layouts that fits, or the last one."""
-        for choice in choices[:-1]:
-            estimate = self.estimate(choice)
-            if estimate.is_safe(self.cluster):
-                return estimate
-        return self.estimate(choices[-1])
+        """The first of the layouts that fits; the last one does, and later ones take less."""
+        first, last = 0, len(choices) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if self.estimate(choices[middle]).is_safe(self.cluster):
+                last = middle
+            else:
+                first = middle + 1
+        return self.estimate(choices[last])
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
         """The estimates to show: one for each ZeRO stage and sizes of groups, and the run's own.

@@ -69,8 +69,9 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
 def smaller_methods(method: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The method, then what takes less memory: without rows, then with lower ranks too."""
     yield method
-    method = {name: value for name, value in method.items() if name != "own_rows"}
-    yield method
+    if "own_rows" in method:
+        method = {name: value for name, value in method.items() if name != "own_rows"}
+        yield method
     while method["name"] == "lora" and method["rank"] >= _RANK_STEP * _LOW_RANK:
         method = {**method, "rank": method["rank"] // _RANK_STEP}
         yield method

@@ -47,7 +47,6 @@ def first_that_fits(
     Raises:
         LayoutError: nothing fits. It names what would.
     """
-    fitting: Fitting | None = None
     for tried in _groups_of_layouts(spec, cluster, dtype):
         too_large: set[int] = set()
         for number, shorter in _candidates(methods, length):
@@ -59,8 +58,10 @@ def first_that_fits(
                 return fit
             if fitting.least_fixed_bytes > cluster.recommended_bytes:
                 too_large.add(number)  # Shorter sequences do not make it smaller.
-    assert fitting is not None, "a layout, a method and a length are always tried"
-    raise LayoutError(_refusal(fitting, cluster, tried[-1], methods[-1]))
+    smallest = layouts(spec, cluster, dtype)[-1]
+    fitting = Fitting(values_of(_lengths(length)[-1], methods[-1]), spec, cluster, dtype)
+    fitting.first([smallest])  # It finds the least memory.
+    raise LayoutError(_refusal(fitting, cluster, smallest, methods[-1]))
 
 
 def _groups_of_layouts(
@@ -79,9 +80,7 @@ def _candidates(methods: Sequence[dict[str, Any]], length: int) -> Iterator[tupl
 
     Own rows are given up before length, and length before the rank.
     """
-    lengths = [length]
-    while lengths[-1] // 2 >= _SHORTEST:
-        lengths.append(lengths[-1] // 2)
+    lengths = _lengths(length)
     most_alike = min(2, len(methods))
     for shorter in lengths:
         for number in range(most_alike):
@@ -89,6 +88,14 @@ def _candidates(methods: Sequence[dict[str, Any]], length: int) -> Iterator[tupl
     for number in range(most_alike, len(methods)):
         for shorter in lengths:
             yield number, shorter
+
+
+def _lengths(length: int) -> list[int]:
+    """The lengths that are tried, the longest first."""
+    lengths = [length]
+    while lengths[-1] // 2 >= _SHORTEST:
+        lengths.append(lengths[-1] // 2)
+    return lengths
 
 
 def _refusal(

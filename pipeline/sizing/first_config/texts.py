@@ -13,7 +13,7 @@ from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, batches, fertility
 
-_SAMPLE_BYTES = 2 * 2**20
+_SAMPLE_BYTES = 2**20
 _LITTLE_TEXT = 100_000_000
 _REPEATED = 4
 """Texts of fewer tokens than _LITTLE_TEXT are read so many times: up to four passes are about as

@@ -20,7 +20,7 @@ import yaml
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.input_files import named_files
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import BaseModelError, ConfigError, UserError
 from pipeline.files.publishing import write_text
 from pipeline.hub import model_folder
 from pipeline.log import get_logger
@@ -174,7 +174,11 @@ def _write_first(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     for files in (arguments.new, arguments.old, arguments.old_chats, arguments.new_chats):
         named_files(files)
-    model_folder(arguments.base)
+    base = model_folder(arguments.base)
+    if not base.is_dir():
+        raise BaseModelError(
+            f"--base: {base}: no such folder; give a model's folder, or org/name on the hub"
+        )
     _logger.info("a first configuration for %s: loading the libraries", arguments.base)
     # After the paths are checked, because torch takes seconds.
     from pipeline.sizing.first_config.propose import propose

@@ -132,7 +132,8 @@ class Speed:
         return self.peak_tflops * 1e12 * self.mfu
 
     def __str__(self) -> str:
-        return f"{self.peak_tflops:,.4g} TFLOP/s at MFU {self.mfu:.2f}, {self.source}"
+        share = "" if self.mfu == 1 else f" at MFU {self.mfu:.2f}"
+        return f"{self.peak_tflops:,.4g} TFLOP/s{share}, {self.source}"
 
 
 def gpu_speed(cluster: Cluster, *, has_experts: bool) -> Speed:

@@ -17,6 +17,7 @@ from pipeline.errors import PreflightError
 from pipeline.files.hashes import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
+from pipeline.sizing.host_memory import available_memory, machine_memory
 
 EIGHT = ["a"] * 4 + ["b"] * 4
 SOUND = Product(None, 0.010)

@@ -104,10 +104,10 @@ def _refusal(
     """Why nothing fits, and what would."""
     needed = fitting.least_bytes
     found = (
-        f"memory: this base needs {needed / GIB:.3g} GiB a rank, with activation checkpointing, "
-        f"a micro-batch of 1, sequences of {fitting.length} tokens and method.name "
-        f"{method['name']}; found {cluster.usable_bytes / GIB:.3g} usable GiB on each of "
-        f"{cluster.gpus} {cluster.processes} of {cluster.gpu_memory_gib:g} GiB"
+        f"memory: this base does not fit on {cluster.gpus} {cluster.processes} of "
+        f"{cluster.gpu_memory_gib:g} GiB: expected {needed / GIB:.3g} GiB a rank, with activation "
+        f"checkpointing, a micro-batch of 1, sequences of {fitting.length} tokens and "
+        f"{_size_of(method)}, found {cluster.usable_bytes / GIB:.3g} usable"
     )
     would_fit = [f"--gpu-memory-gib {needed_memory_gib(needed, cluster):.0f}"]
     if cluster.on_cpu:
@@ -119,6 +119,13 @@ def _refusal(
     if gpus is not None:
         would_fit.insert(0, f"--gpus {gpus}")
     return f"{found}; it would fit with {' or with '.join(would_fit)}"
+
+
+def _size_of(method: dict[str, Any]) -> str:
+    """The method and its size, for a message."""
+    if "rank" in method:
+        return f"{method['name']} of rank {method['rank']}"
+    return f"method {method['name']}"
 
 
 def _enough_gpus(fitting: Fitting, cluster: Cluster, layout: LayoutSettings) -> int | None:

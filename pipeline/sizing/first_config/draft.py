@@ -21,7 +21,7 @@ from pipeline.sizing.first_config.method import (
 )
 from pipeline.sizing.first_config.schedule import schedule_section, stages_section, wanted_length
 from pipeline.sizing.first_config.search import first_that_fits
-from pipeline.sizing.first_config.texts import TextMeasure, measure_chats, tokens_to_read
+from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
 from pipeline.sizing.first_config.time_limit import rhythm
 from pipeline.sizing.first_config.wanted import FirstRun
 
@@ -44,6 +44,7 @@ class Draft:
         known: the old text.
         cluster: the ranks.
         dtype: of the weights.
+        tuned: the chats in the new language, if there are any.
         tokens: how many the run reads; None: as many as are useful.
     """
 
@@ -55,6 +56,7 @@ class Draft:
     known: TextMeasure
     cluster: Cluster
     dtype: torch.dtype
+    tuned: TextMeasure | None = None
     tokens: int | None = None
 
     @property
@@ -108,9 +110,8 @@ class Draft:
             wanted, self.learned, self.known, self.tokenizer, length, self.read
         )
         stages: list[dict[str, Any]] = []
-        if wanted.new_chats:
-            tuned = measure_chats(wanted.new_chats, self.tokenizer, wanted.messages_key)
-            stages = stages_section(schedule, length, tuned)
+        if self.tuned is not None:
+            stages = stages_section(schedule, length, self.tuned)
             schedule["steps"] = sum(stage["steps"] for stage in stages)
         values: dict[str, Any] = {
             "name": wanted.name,

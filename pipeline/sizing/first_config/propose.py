@@ -27,12 +27,8 @@ from pipeline.sizing.first_config.commented_yaml import (
     time_comment,
 )
 from pipeline.sizing.first_config.draft import Draft
-from pipeline.sizing.first_config.method import (
-    has_no_gate,
-)
-from pipeline.sizing.first_config.texts import (
-    measure,
-)
+from pipeline.sizing.first_config.method import has_no_gate
+from pipeline.sizing.first_config.texts import TextMeasure, measure, measure_chats
 from pipeline.sizing.first_config.time_limit import (
     TimeLimit,
     affordable_tokens,
@@ -63,8 +59,11 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     learned = measure(wanted.new, tokenizer, wanted.text_key)
     known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
     wanted = replace(wanted, gated=wanted.gated and not has_no_gate(spec))
+    tuned: TextMeasure | None = None
+    if wanted.new_chats:
+        tuned = measure_chats(wanted.new_chats, tokenizer, wanted.messages_key)
     dtype = precision(spec, cluster)
-    draft = Draft(wanted, folder, spec, tokenizer, learned, known, cluster, dtype)
+    draft = Draft(wanted, folder, spec, tokenizer, learned, known, cluster, dtype, tuned)
 
     limit = time_limit(wanted.hours, cluster)
     if limit is not None:

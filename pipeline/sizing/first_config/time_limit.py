@@ -63,10 +63,13 @@ def time_limit(hours: float | None, cluster: Cluster) -> TimeLimit | None:
 
 
 def affordable_tokens(
-    limit: TimeLimit, parameters: int, estimator_speed: float, cluster: Cluster
+    limit: TimeLimit, parameters: int, flops_per_second: float, cluster: Cluster
 ) -> int:
-    """About the tokens that training reads within the limit, before the run is known exactly."""
-    flops = limit.seconds * cluster.gpus * estimator_speed
+    """About the tokens that training reads within the limit, before the run is known exactly.
+
+    flops_per_second: of a rank.
+    """
+    flops = limit.seconds * cluster.gpus * flops_per_second
     return max(1, int(flops / (_STEP * parameters)))
 
 

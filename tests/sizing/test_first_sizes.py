@@ -12,6 +12,7 @@ import torch
 
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, LayoutError
+from pipeline.evaluation.perplexity import DEFAULT_BYTES
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import Widths
@@ -20,7 +21,12 @@ from pipeline.sizing.first_config.draft import Draft
 from pipeline.sizing.first_config.fitting import Fit
 from pipeline.sizing.first_config.method import min_count_of, smaller_methods
 from pipeline.sizing.first_config.texts import TextMeasure
-from pipeline.sizing.first_config.time_limit import TimeLimit, rhythm, within_limit
+from pipeline.sizing.first_config.time_limit import (
+    EVALUATED_BYTES,
+    TimeLimit,
+    rhythm,
+    within_limit,
+)
 from pipeline.sizing.first_config.wanted import FirstRun
 from tests.bases import STORIES
 
@@ -167,6 +173,10 @@ def test_validations_take_a_small_part_of_a_short_run():
     long = rhythm({"steps": 20_000, "global_batch_size": 8})["validation"]
     validations = 1 + 60 // short["every_steps"]
     assert validations * 2 * short["max_sequences"] < 60 * 8 and long["max_sequences"] == 64
+
+
+def test_the_time_of_evaluation_is_that_of_its_default():
+    assert EVALUATED_BYTES == DEFAULT_BYTES
 
 
 def test_the_speed_of_gpus_says_what_is_assumed():

@@ -11,7 +11,6 @@ import torch
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.deepspeed_config import deepspeed_config_of
 from pipeline.errors import ConfigError
-from pipeline.evaluation.perplexity import DEFAULT_BYTES
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout
@@ -35,6 +34,8 @@ _STAGE_S = 15.0
 """Seconds in which a stage of the job loads its libraries and models."""
 _MODELS_COMPARED = 3
 """Base, gated model and the model without its gate read the held-out text after training."""
+EVALUATED_BYTES = 2**17
+"""Bytes of each held-out text that scale-cpt evaluate scores: its default --max-bytes."""
 _WRITTEN_AT_A_TIME = 5
 """Documents that the base writes together: a small corpus is written in eight parts."""
 _MEMORY_BYTES_PER_S = 8e9
@@ -143,7 +144,7 @@ def other_seconds(
     if config.gate is not None:
         read += _MODELS_COMPARED * heldout
     for text in texts:
-        read += round(_MODELS_COMPARED * text.tokens_per_byte * DEFAULT_BYTES)
+        read += round(_MODELS_COMPARED * text.tokens_per_byte * EVALUATED_BYTES)
     seconds = _STAGES * _STAGE_S + _PASS * parameters * read / _serial_speed(estimator)
 
     for corpus in config.data.corpora.values():

@@ -170,6 +170,7 @@ def write_record(path: Path, record: BaseModel) -> None:
     A schema alone would accept a number that a disk, a copy or a hand has changed.
     """
     # Not in pydantic's JSON form, which has null for some numbers that are not finite.
+    # `with_named_floats` writes what JSON lacks.
     write_json(path, with_checksum(record.model_dump()))
 
 
@@ -180,7 +181,8 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_named_floats(value: Any) -> Any:
-    """A JSON value in which numbers that are not finite are texts: NaN, Infinity, -Infinity.
+    """A JSON value in which numbers that are not finite are texts: NaN, Infinity, -Infinity; and
+    paths, too.
 
     JSON has no such numbers: orjson writes null, which a schema refuses as a number. Of these texts
     pydantic makes the numbers again.
@@ -189,6 +191,8 @@ def with_named_floats(value: Any) -> Any:
         if math.isnan(value):
             return "NaN"
         return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         return {key: with_named_floats(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

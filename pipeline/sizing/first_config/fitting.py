@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -196,7 +197,7 @@ class Fitting:
         return Fit(parse_config(fitted, source="the proposed configuration"), fitted)
 
 
-def needed_memory_gib(needed_bytes: float, cluster: Cluster) -> float:
-    """The memory of a GPU with which a run of so many bytes is recommended, in GiB."""
+def needed_memory_gib(needed_bytes: float, cluster: Cluster) -> int:
+    """The memory of a GPU with which a run of so many bytes is recommended, in whole GiB."""
     share = cluster.recommended_bytes / (cluster.gpu_memory_gib * GIB)
-    return needed_bytes / share / GIB
+    return math.ceil(needed_bytes / share / GIB)

@@ -109,10 +109,10 @@ def _refusal(
         f"checkpointing, a micro-batch of 1, sequences of {fitting.length} tokens and "
         f"{_size_of(method)}, found {cluster.usable_bytes / GIB:.3g} usable"
     )
-    would_fit = [f"--gpu-memory-gib {needed_memory_gib(needed, cluster):.0f}"]
+    would_fit = [f"--gpu-memory-gib {needed_memory_gib(needed, cluster)}"]
     if cluster.on_cpu:
         whole = cluster.gpu_memory_gib * cluster.gpus
-        would_fit = [f"a machine of {needed_memory_gib(needed, cluster):.0f} GiB with NPROC=1"]
+        would_fit = [f"a machine of {needed_memory_gib(needed, cluster)} GiB with NPROC=1"]
         if cluster.gpus > 1 and needed_memory_gib(needed, cluster) <= whole:
             would_fit = ["NPROC=1, one process with all memory"]
     gpus = _enough_gpus(fitting, cluster, layout)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-
 _ANY_NUMBER = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
 
 

@@ -29,6 +29,8 @@ CleaningStep = Literal[
 CHAT_DATE = date(2025, 1, 1)
 """Default of data.chat_date, the date that chat templates are told is today's."""
 
+ChatStart = Literal["template", "tokenizer"]
+
 
 class Sampling(Section):
     """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
@@ -244,6 +246,9 @@ class Data(Section):
     chat_date: date = CHAT_DATE
     """date that a chat template is told when it asks for today's (`strftime_now`), so that tokens
     do not depend on the day"""
+    chat_start: ChatStart = "template"
+    """what a chat begins with: template, exactly what the chat template writes, as a server that
+    calls it sends; or tokenizer, the start token that the tokenizer puts before every text"""
     document_mask: bool = True
     """whether attention and positions stay within a document"""
 

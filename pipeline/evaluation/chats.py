@@ -23,7 +23,8 @@ from pipeline.data.sources.lines import lines
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import open_stream
 from pipeline.data.tokenize.input_files import input_files
-from pipeline.data.tokenizer.chats import ChatTemplate, chat_template, message_of
+from pipeline.data.tokenizer.chat_messages import message_of
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context

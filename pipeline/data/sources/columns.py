@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.sources.object_stores import InputPath, RemoteFile
 from pipeline.data.sources.records import (
+    ChatFormat,
     Keys,
     Record,
     missing_column,
@@ -99,7 +100,8 @@ def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Itera
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
         first = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        names = [*{*keys.all}]  # of a chat both keys are one
+        # Of a chat both keys are one.
+        names = [*{*keys.all}, *_columns_beside_chat(file.schema_arrow, keys)]
         groups = range(start, stop)
         # Without threads: each worker process has one core.
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False):
@@ -121,12 +123,29 @@ def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterato
 
 def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:
     """The records of some rows, the first of which is number `first`."""
+    if keys.chat is not None:
+        yield from _chat_records(batch, first, keys, keys.chat)
+        return
     columns = [_values(_column(batch, key)) for key in keys.all]
     for row, values in enumerate(zip(*columns, strict=True), first):
-        if keys.chat is None:
-            yield record_of(row, *values)
-        else:
-            yield from keys.chat.records(row, values[0])
+        yield record_of(row, *values)
+
+
+def _chat_records(batch: Any, first: int, keys: Keys, chat: ChatFormat) -> Iterator[Record]:
+    """The records of some rows that hold chats."""
+    chats = _values(_column(batch, keys.text))
+    beside: dict[str, list[Any]] = {}
+    for key in _columns_beside_chat(batch.schema, keys):
+        beside[key.rpartition(".")[2]] = _values(_column(batch, key))
+    for row, messages in enumerate(chats):
+        # A table has a column for all rows, and null where a row has no value.
+        of_row = {name: values[row] for name, values in beside.items() if values[row] is not None}
+        yield from chat.records(first + row, messages, of_row)
+
+
+def _columns_beside_chat(schema: Any, keys: Keys) -> list[str]:
+    """The columns of a table that are read beside that of its chats."""
+    return [key for key in keys.beside_chat if _type_at(schema, key) is not None]
 
 
 def _faults(path: InputPath, kind: str) -> AbstractContextManager[None]:

@@ -36,8 +36,13 @@ class ChatFormat(Protocol):
     def fingerprint(self) -> str:
         """A hash of all that decides how a chat is rendered."""
 
-    def records(self, offset: int, found: object) -> Iterator[Record]:
-        """The documents of the list of messages `found`, or why there is none."""
+    def records(
+        self, offset: int, found: object, beside: Mapping[str, object] = {}
+    ) -> Iterator[Record]:
+        """The documents of the list of messages `found`, or why there is none.
+
+        `beside`: what the record has under `Keys.beside_chat`, by the last part of its key.
+        """
 
 
 class Keys(NamedTuple):
@@ -68,6 +73,21 @@ class Keys(NamedTuple):
             return [self.text]
         return [self.text, self.prompt]
 
+    @property
+    def beside_chat(self) -> list[str]:
+        """The keys that a record may have beside those of its chat.
+
+        They are `tools`, which the template may describe, and of TRL's records of `prompt` and
+        `completion` the latter.
+        """
+        if self.chat is None:
+            return []
+        parent, dot, name = self.text.rpartition(".")
+        names = ["tools"]
+        if name == "prompt":
+            names.append("completion")
+        return [f"{parent}{dot}{beside}" for beside in names]
+
 
 class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer.
@@ -75,7 +95,8 @@ class Document(NamedTuple):
     `group`: documents of one are held out together, as the answers of a chat are; by default each
     is alone. `ids`: of the text, where another program has tokenized it. `has_control`: special
     tokens in the text are these tokens, as the template of a chat writes them. `utf8`: the text as
-    UTF-8, where its reader has made that already.
+    UTF-8, where its reader has made that already. `start`: what a chat begins with before its
+    prompt, such as `<s>`, or nothing; None: what the tokenizer puts before every document.
     """
 
     text: str
@@ -84,6 +105,7 @@ class Document(NamedTuple):
     ids: list[int] | None = None
     has_control: bool = False
     utf8: bytes | None = None
+    start: str | None = None
 
     @property
     def whole_text(self) -> str:
@@ -143,7 +165,10 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
-        return Rejected(offset, "text_not_string", _excerpt(shown))
+        advice = ""
+        if isinstance(text, list) and text and isinstance(text[0], dict):
+            advice = "a list of objects; messages of a chat are named as messages_key"
+        return Rejected(offset, "text_not_string", _excerpt(shown), advice)
     if not text or text.isspace():
         return Rejected(offset, "empty_text", _excerpt(text))
     if "\0" in text:
@@ -191,6 +216,19 @@ def value_at(record: Mapping[str, object], key: str) -> object:
         if not isinstance(found, Mapping):
             raise KeyError(key)
         found = found[name]
+    return found
+
+
+def beside_chat(record: Mapping[str, object], keys: Keys) -> dict[str, object]:
+    """What a record has beside the messages of its chat, by the last part of its key."""
+    found: dict[str, object] = {}
+    for key in keys.beside_chat:
+        try:
+            value = value_at(record, key)
+        except KeyError:
+            continue
+        if value is not None:
+            found[key.rpartition(".")[2]] = value
     return found
 
 

@@ -36,6 +36,9 @@ class ChatFormat(Protocol):
     def fingerprint(self) -> str:
         """A hash of all that decides how a chat is rendered."""
 
+    def say_start(self) -> None:
+        """Says in the log where chats begin otherwise than the tokenizer's other texts."""
+
     def records(
         self, offset: int, found: object, beside: Mapping[str, object] = {}
     ) -> Iterator[Record]:

@@ -78,6 +78,8 @@ def preprocess(
     """  # noqa: DOC501
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     plan = plan_of(job, tokenizer)
+    if job.keys.chat is not None:
+        job.keys.chat.say_start()
     make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
     try:
         return complete(job.output, plan, make)
@@ -173,7 +175,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
         heldout_by="words",
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
         # To be raised where units are cut otherwise, so that no job goes on with other ranges.
-        version=4,
+        version=5,
     )
 
 

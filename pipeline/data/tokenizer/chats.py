@@ -211,15 +211,46 @@ class ChatTemplate:
             ChatError: the answer cannot be told from what precedes it.
         """
         prompt, answer = self.prompt_and_answer(chat, tools)
-        tokenizer_start, end = self._frame
         # The template's own end of a turn stays: it is what the model learns to stop with. Only
         # what every document gets anyway is cut off.
+        _, end = self._frame
         answer = answer.rstrip().removesuffix(end)
-        start = tokenizer_start
-        if self._start == "template" and not prompt.startswith(tokenizer_start):
-            start = ""
-        record = record_of(offset, answer, prompt.removeprefix(tokenizer_start))
+        start, rest = self._begun(prompt)
+        record = record_of(offset, answer, rest)
         return record._replace(start=start) if isinstance(record, Document) else record
+
+    def _split_start(self, text: str) -> tuple[str, str]:
+        """The token with which the template begins a chat, or nothing, and what follows it."""
+        start, _ = self._frame
+        written = start or str(self._variables.get("bos_token") or "")
+        if written and text.startswith(written):
+            return written, text.removeprefix(written)
+        return "", text
+
+    def _begun(self, text: str) -> tuple[str, str]:
+        """What a rendered chat begins with, by the setting, and what follows it."""
+        written, rest = self._split_start(text)
+        if self._start == "template":
+            return written, rest
+        start, _ = self._frame
+        return start, rest
+
+    def say_start(self) -> None:
+        """Says in the log where the template begins a chat otherwise than the tokenizer a text."""
+        start, _ = self._frame
+        try:
+            text = self._rendered([{"role": "user", "content": "a"}], None, is_open=True)
+        except DataError:
+            # It wants other messages, which the chats may be.
+            return
+        written, _ = self._split_start(text)
+        if written != start:
+            message = (
+                "%s: its chat template begins chats with %s, its tokenizer other texts with %s; "
+                "chats begin as the %s has it (chat_start)"
+            )
+            names = (written or "no token", start or "no token")
+            _logger.info(message, self.path, *names, self._start)
 
     def prompt_and_answer(
         self, chat: list[dict[str, Any]], tools: Sequence[Any] | None = None
@@ -231,7 +262,7 @@ class ChatTemplate:
             ChatError: the answer cannot be told from what precedes it.
         """
         at = len(chat) - 1
-        prompt = self.opened(chat[:at], tools)
+        prompt = self._rendered(chat[:at], tools, is_open=True)
         whole = self._rendered(chat, tools, is_open=False)
         if not whole.startswith(prompt):
             raise ChatError(f"the template changes what precedes message {at}")
@@ -345,7 +376,7 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._rendered(messages, tools, is_open=True)
+        return "".join(self._begun(self._rendered(messages, tools, is_open=True)))
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, *, is_open: bool

@@ -100,7 +100,9 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     respelled["model"] = {**described["model"], "merges": merges}
     assert fingerprint_of(respelled) == original
     ours, whole = load_tokenizer(tmp_path, end_of_document="</s>"), load_tokenizer(STORIES260K)
-    assert agree(ours.reference, whole.reference, documents(20)), "the truncation does not cut documents"
+    assert agree(ours.reference, whole.reference, documents(20)), (
+        "the truncation does not cut documents"
+    )
     other = {**described, "model": {**described["model"], "merges": merges[:-1]}}
     assert fingerprint_of(other) != original
 

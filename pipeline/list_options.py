@@ -20,8 +20,9 @@ class _StoreAll(argparse._StoreAction):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        before = getattr(namespace, self.dest)
-        # argparse puts the default itself there, before it reads the first option.
+        # argparse puts the default itself there, before it reads the first option; or nothing, if
+        # the default is SUPPRESS.
+        before = getattr(namespace, self.dest, self.default)
         was_given = before is not self.default
         has_list = bool(self.option_strings) and self.nargs in _ANY_NUMBER
         if has_list and was_given and values is not None:

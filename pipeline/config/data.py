@@ -90,8 +90,9 @@ class Cleaning(Section):
     min_language_score: Fraction = 0.65
     """lowest confidence of `language_model`, from 0 to 1, with which a document is kept"""
     benchmarks: Texts = []
-    """JSONL files, or patterns, of benchmarks: documents that share a run of `shared_words` words
-    with them are dropped; `heldout_input` of every corpus is always compared too"""
+    """files, or patterns, of benchmarks in JSONL, JSON, CSV, TSV, Parquet or Arrow: documents that
+    share a run of `shared_words` words with them are dropped; `heldout_input` of every corpus is
+    always compared too"""
     shared_words: PositiveInt | None = None
     """how many words in a row count as copied from a benchmark or a held-out text; default: 8 for
     Korean, 13 for English"""

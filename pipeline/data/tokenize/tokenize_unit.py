@@ -26,7 +26,7 @@ from pipeline.data.tokenize.unit_records import (
     letters_of,
     quarantine_of,
 )
-from pipeline.data.tokenize.units import Unit, unit_records
+from pipeline.data.tokenize.units import Unit, check_file_of, unit_records
 from pipeline.data.tokenizer.load import Tokenizer, cached_tokenizer
 from pipeline.errors import DataError
 from pipeline.files.publishing import published_file
@@ -76,9 +76,12 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
 
 
 def _records_of(unit: Unit, job: Job, tokenizer: Tokenizer) -> Iterator[Record]:
-    if unit.kind == "tokens":
-        return _imported(unit, tokenizer)
-    return unit_records(unit, job.keys)
+    if unit.kind != "tokens":
+        yield from unit_records(unit, job.keys)
+        return
+    check_file_of(unit)
+    yield from _imported(unit, tokenizer)
+    check_file_of(unit)
 
 
 def _publish_list(path: Path, lines: list[bytes]) -> FileContent | None:

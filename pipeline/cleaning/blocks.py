@@ -29,6 +29,10 @@ from pipeline.data.sources.records import Keys, Rejected
 from pipeline.data.tokenize.units import Unit, unit_records
 from pipeline.errors import MissingPackageError
 
+READ_BYTES = "bytes"
+"""Counts the text of usable records, in the statistics of `Records`."""
+LOST_BYTES = "lost bytes of "
+"""Counts that of rejected ones, each file's by its name behind this."""
 _SHORT = "short"
 """Names the index of questions with fewer words than are looked for in a row."""
 
@@ -67,7 +71,9 @@ class Records(PipelineStep):
                 self.stat_update("total")
                 if isinstance(record, Rejected):
                     self.stat_update("dropped", f"dropped_{record.reason}")
+                    self.stat_update(f"{LOST_BYTES}{unit.path}", value=record.lost_bytes)
                 else:
+                    self.stat_update(READ_BYTES, value=record.utf8_bytes)
                     yield Document(record.text, f"{unit.name}-{number}")
 
 

@@ -25,6 +25,7 @@ from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
+from pipeline.cleaning.blocks import LOST_BYTES, READ_BYTES
 from pipeline.cleaning.stages import DROPPED, CleaningJob, CleaningStage, stages_of
 from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
 from pipeline.data.sources.file_state import FileState, check_all_unchanged, state_of
@@ -49,6 +50,10 @@ _PRELOAD = "pipeline.cleaning.stages"
 _LEAST_SAMPLE = 2**20
 _SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "normalize"}
 """The settings of a corpus that decide what is left of it."""
+# A larger share of the text in rejected records is said, with so many files.
+_LOST_SHARE = 0.01
+_MOST_NAMED = 5
+_logger = log.get_logger(__name__)
 # datatrove's bars and lines of a task, which would mix with ours.
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 
@@ -163,6 +168,7 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
         _run(job, stage, workers)
     # Also what is read once, as benchmarks are.
     check_all_unchanged(plan.states.items())
+    _warn_of_lost(job, stages[0])
     cleaned = CleanedText(**plan.model_dump(), steps=_counts(job, stages))
     if not cleaned.documents:
         raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
@@ -411,6 +417,36 @@ def _fault_of(executor: bytes, task: str) -> str:
     return ""
 
 
+def _warn_of_lost(job: CleaningJob, first: CleaningStage) -> None:
+    """Names the files of which rejected records hold more than a small share of the text.
+
+    Few records may be most of a corpus, as one that is too large is, and their number is small.
+    """
+    read = 0
+    lost: Counter[str] = Counter()
+    for stats in _statistics(job, first):
+        if stats["name"] != "records":
+            continue
+        for name, value in stats["stats"].items():
+            total = int(value["total"] if isinstance(value, dict) else value)
+            if name == READ_BYTES:
+                read += total
+            elif name.startswith(LOST_BYTES):
+                lost[name.removeprefix(LOST_BYTES)] += total
+    share = lost.total() / max(1, read + lost.total())
+    if share <= _LOST_SHARE:
+        return
+    for file, size in lost.most_common(_MOST_NAMED):
+        message = "%s: %s: %d bytes of text are in records that were rejected (%.1f %% of all are)"
+        _logger.warning(message, job.output, file, size, 100 * share)
+
+
+def _statistics(job: CleaningJob, stage: CleaningStage) -> Iterator[dict[str, Any]]:
+    """What datatrove counted in each block of each task of a stage."""
+    for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):
+        yield from orjson.loads(file.read_bytes())
+
+
 def _counts(job: CleaningJob, stages: list[CleaningStage]) -> dict[str, dict[str, int]]:
     """What each step counted in all tasks: see `CleanedText.steps`.
 
@@ -418,16 +454,13 @@ def _counts(job: CleaningJob, stages: list[CleaningStage]) -> dict[str, dict[str
     """
     counts: dict[str, Counter[str]] = {}
     for stage in stages:
-        for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):
-            for block in orjson.loads(file.read_bytes()):
-                if " - " in block["name"]:
-                    # datatrove's own name: a block that is no step.
+        for block in _statistics(job, stage):
+            if " - " in block["name"]:
+                # datatrove's own name: a block that is no step.
+                continue
+            for name, value in block["stats"].items():
+                if name not in ("total", "dropped", "changed") and not name.startswith("dropped_"):
                     continue
-                for name, value in block["stats"].items():
-                    if name not in ("total", "dropped", "changed") and not name.startswith(
-                        "dropped_"
-                    ):
-                        continue
-                    total = value["total"] if isinstance(value, dict) else value
-                    counts.setdefault(block["name"], Counter())[name] += int(total)
+                total = value["total"] if isinstance(value, dict) else value
+                counts.setdefault(block["name"], Counter())[name] += int(total)
     return {name: dict(sorted(found.items())) for name, found in counts.items()}

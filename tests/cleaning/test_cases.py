@@ -281,3 +281,16 @@ def test_a_benchmark_that_changes_during_the_cleaning_is_named(
     monkeypatch.setattr(module, "_run", changed)
     with pytest.raises(DataError, match=r"b\.jsonl: changed during the work"):
         clean(job(tmp_path, pages, benchmarks=[str(benchmark)]), workers=1)
+
+
+def test_files_whose_text_is_lost_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One record of many, but most of the text."""
+    huge = write_jsonl(tmp_path / "huge.jsonl", ["영화 " * 5_000_000])
+    source = write_jsonl(tmp_path / "x.jsonl", documents(200))
+    both = job(tmp_path, source)
+    both.corpus.input.append(str(huge))
+    clean(both, workers=1)
+    size = len(("영화 " * 5_000_000).encode())
+    assert f"{huge}: {huge.stat().st_size - 1} bytes of text are in records" in caplog.text
+    assert huge.stat().st_size > size > 2**25
+    assert f"{source}: " not in caplog.text

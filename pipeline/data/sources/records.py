@@ -137,13 +137,20 @@ class Document(NamedTuple):
 class Rejected(NamedTuple):
     """A record that is left out. `offset` is its first byte in the (decompressed) file, or its row.
 
-    `detail`: what a library, or the check of a message, says about it; often empty.
+    `detail`: what a library, or the check of a message, says about it; often empty. `size`: the
+    bytes of text that are lost with it; None where its reader does not know.
     """
 
     offset: int
     reason: Reason
     excerpt: bytes
     detail: str = ""
+    size: int | None = None
+
+    @property
+    def lost_bytes(self) -> int:
+        """The bytes of text that are lost, at least those that are shown."""
+        return len(self.excerpt) if self.size is None else self.size
 
     def __str__(self) -> str:
         shown = f"{self.reason} {self.excerpt.decode(errors='backslashreplace')!r}"
@@ -164,7 +171,7 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
         try:
             text = utf8.decode()
         except UnicodeDecodeError:
-            return Rejected(offset, "invalid_utf8", utf8[:EXCERPT_BYTES])
+            return Rejected(offset, "invalid_utf8", utf8[:EXCERPT_BYTES], size=len(utf8))
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
@@ -173,23 +180,24 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
             advice = "a list of objects; messages of a chat are named as messages_key"
         return Rejected(offset, "text_not_string", _excerpt(shown), advice)
     if not text or text.isspace():
-        return Rejected(offset, "empty_text", _excerpt(text))
+        # White space is no loss.
+        return Rejected(offset, "empty_text", _excerpt(text), size=0)
     if "\0" in text:
-        return Rejected(offset, "nul_character", _excerpt(text))
+        return Rejected(offset, "nul_character", _excerpt(text), size=len(text))
     if utf8 is None:
         try:
             utf8 = text.encode()
         except UnicodeEncodeError as error:
             # Half a pair of JSON's escapes, such as \\ud83d alone, is no character.
-            return Rejected(offset, "lone_surrogate", _excerpt(text), str(error))
+            return Rejected(offset, "lone_surrogate", _excerpt(text), str(error), len(text))
     if len(utf8) > MAX_RECORD_BYTES:
-        return Rejected(offset, "too_large", _excerpt(text))
+        return Rejected(offset, "too_large", _excerpt(text), size=len(utf8))
     if not prompt:
         return Document(text, utf8=utf8)
     before = record_of(offset, *prompt)
     if isinstance(before, Rejected):
         detail = f"{before.reason} {before.detail}".strip()
-        return before._replace(reason="prompt_not_usable", detail=detail)
+        return before._replace(reason="prompt_not_usable", detail=detail, size=len(utf8))
     return Document(text, before.text, utf8=utf8)
 
 

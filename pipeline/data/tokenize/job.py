@@ -28,12 +28,18 @@ from pipeline.data.tokenize.contamination import compare_documents
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.corpus_folder import CorpusPlan, complete, manifest_of, publish
 from pipeline.data.tokenize.disk_space import corpus_bytes
-from pipeline.data.tokenize.finished_units import FinishedUnits
+from pipeline.data.tokenize.finished_units import FinishedUnits, shown_example
 from pipeline.data.tokenize.input_files import input_files, is_text
 from pipeline.data.tokenize.queue import JobShare, run_units
 from pipeline.data.tokenize.tokenize_unit import tokenize_unit
 from pipeline.data.tokenize.unit_documents import encoder_of, special_tokens_of
-from pipeline.data.tokenize.unit_records import UnitOutcome, UnitRecord, WorkUnit, heldout_of
+from pipeline.data.tokenize.unit_records import (
+    QUARANTINE,
+    UnitOutcome,
+    UnitRecord,
+    WorkUnit,
+    heldout_of,
+)
 from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
@@ -132,6 +138,7 @@ def _make_corpus(
     compare_documents(job, finished.training_shards(units), workers, share)
     if finished.rejected:
         finished.publish_quarantine(units)
+        _say_rejected(job, finished)
     # The held-out part is completed first: a finished training part must have its own beside it.
     if plan.heldout_fraction > 0:
         heldout = {unit.name: finished.records[unit.name].heldout for unit in units}
@@ -139,6 +146,15 @@ def _make_corpus(
         publish(manifest, heldout_of(job.output))
     train = {unit.name: finished.records[unit.name].train for unit in units}
     return manifest_of(plan, job.part, train, inputs, finished.rejected)
+
+
+def _say_rejected(job: Job, finished: FinishedUnits) -> None:
+    """Names the largest of the rejected records that were allowed."""
+    largest = finished.largest_rejected()[0]
+    message = "%s: %d records rejected, %d bytes of text; the largest: %s; all in %s"
+    file = job.output / QUARANTINE
+    counts = (finished.rejected.total(), finished.rejected_bytes)
+    _logger.warning(message, job.output, *counts, shown_example(largest), file)
 
 
 def _full_disk_error(job: Job, fault: OSError) -> DataError:

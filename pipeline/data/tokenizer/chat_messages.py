@@ -36,12 +36,13 @@ def message_of(found: object) -> dict[str, Any] | None:
     """
     if not isinstance(found, dict):
         return None
-    found = without_nulls(found)
-    if found.keys() >= {"from", "value"}:
-        found = {**found, "role": _ROLES.get(str(found["from"])), "content": found["value"]}
-    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
+    message: dict[str, Any] = without_nulls(found)
+    if message.keys() >= {"from", "value"}:
+        message["role"] = _ROLES.get(str(message["from"]))
+        message["content"] = message["value"]
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         return None
-    return found
+    return message
 
 
 def fault_of_keys(message: Mapping[str, Any]) -> str:

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.full
 IGNORED = -100
 # stories260K predicts most of these answers; some are wrong on purpose.
 PAIRS = [
-    (f"Once upon a time, there was a {kind} {name}. The {name} was very", answer)
+    (f"Once upon a time, there was a {kind} {name}. The {name} was very", f" {answer}")
     for kind in ("little", "big")
     for name in ("girl", "boy", "dog", "cat")
     for answer in ("happy.", "sad.", "happy and", "blue")
-] + [("Once upon a", "time, there"), ("Lily and", "Tom")] * 4
+] + [("Once upon a", " time, there"), ("Lily and", " Tom")] * 4
 
 
 @pytest.fixture(scope="module")

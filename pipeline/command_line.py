@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from io import TextIOWrapper
 from pathlib import Path
+from typing import get_args
 
 from pipeline import log
-from pipeline.config.data import CHAT_DATE
+from pipeline.config.data import CHAT_DATE, ChatStart
 from pipeline.errors import (
     INTERNAL_FAULT,
     INTERRUPTED,
@@ -163,6 +164,17 @@ def add_chat_date_option(parser: argparse._ActionsContainer) -> None:
         default=CHAT_DATE,
         metavar="YYYY-MM-DD",
         help=f"today's date, for a chat template that asks for it (default: {CHAT_DATE})",
+    )
+
+
+def add_chat_start_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --chat-start, for a command that makes corpora of chats."""
+    parser.add_argument(
+        "--chat-start",
+        choices=get_args(ChatStart),
+        default="template",
+        help="what a chat begins with: what its template writes, or the start token that the "
+        "tokenizer puts before every text (default: template)",
     )
 
 

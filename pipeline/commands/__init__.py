@@ -19,6 +19,7 @@ from pipeline import __version__
 from pipeline.errors import CONFIG_ERROR, ExtensionError, did_you_mean
 from pipeline.extension import Command, extensions
 from pipeline.installation import locate_docs
+from pipeline.list_options import join_repeated_lists
 
 PROGRAM = "scale-cpt"
 
@@ -87,6 +88,10 @@ def _inserted(commands: Mapping[str, Command], name: str, added: Command) -> dic
 
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line: what is wrong, and where help is."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        join_repeated_lists(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(CONFIG_ERROR, f"error: {self.prog}: {message}; see {self.prog} --help\n")

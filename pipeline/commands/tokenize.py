@@ -21,6 +21,7 @@ from typing import Any, get_args
 from pipeline import log
 from pipeline.command_line import (
     add_chat_date_option,
+    add_chat_start_option,
     add_run,
     add_share_option,
     add_text_key_option,
@@ -101,6 +102,7 @@ def _add_input_options(group: argparse._ArgumentGroup) -> None:
         "{from, value}, in which the assistant's messages are predicted",
     )
     add_chat_date_option(group)
+    add_chat_start_option(group)
     group.add_argument(
         "--document",
         choices=get_args(DocumentUnit),
@@ -248,4 +250,5 @@ def _given_job(arguments: argparse.Namespace) -> Job:
         arguments.output,
         arguments.end_of_document,
         chat_date=arguments.chat_date,
+        chat_start=arguments.chat_start,
     )

@@ -94,7 +94,9 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
         source = heldout_source(config.data, name)
         if source.sample is None and is_text(source.input):
             inputs[name] = source.input
-            keys[name] = keys_of(source, config.tokenizer, config.data.chat_date)
+            keys[name] = keys_of(
+                source, config.tokenizer, config.data.chat_date, config.data.chat_start
+            )
     return inputs, keys
 
 

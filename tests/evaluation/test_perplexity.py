@@ -81,8 +81,8 @@ def test_a_document_within_the_context_is_scored_whole():
 
 
 def test_only_the_answer_to_a_prompt_is_scored():
-    prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
-    nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
+    prompt, answer = "Tom had a little dog. The dog", " ran home and was happy."
+    nll, tokens = plain_nll(prompt + answer)
     prompt_nll, prompt_tokens = plain_nll(prompt)
     asked = Document(answer, prompt)
     found = score_folder(STORIES, {"asked": [asked]})["asked"]

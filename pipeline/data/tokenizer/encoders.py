@@ -158,12 +158,42 @@ def fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnco
     try:
         with faults_of_library("gigatoken does not support this tokenizer", DataError):
             encoder = GigatokenEncoder(content)
-            if all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
-                return encoder
+            differing = _first_difference(encoder, reference)
     except DataError as error:
         _logger.info("%s: %s encodes", error, reference.name)
-    else:
-        _logger.warning(
-            "gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name
-        )
-    return None
+        return None
+    if differing is not None:
+        message = "gigatoken differs from %s on %r: %s encodes"
+        _logger.warning(message, reference.name, differing, reference.name)
+        return None
+    return encoder
+
+
+def _first_difference(encoder: GigatokenEncoder, reference: HuggingFaceEncoder) -> str | None:
+    """The first test text that the fast encoder does not encode as the reference; None for none."""
+    texts = [*_TEST_TEXTS, *_texts_with_added_tokens(reference)]
+    if agree(encoder, reference, texts):
+        return None
+    for text in texts:
+        if not agree(encoder, reference, [text]):
+            return text
+    # Alone each is encoded alike: the fast encoder depends on the texts before.
+    return "several texts"
+
+
+def _texts_with_added_tokens(reference: HuggingFaceEncoder) -> list[str]:
+    """Texts that spell each added token alone, within a word, between spaces, and in other cases.
+
+    An added token may match whole words only, take the spaces around it, or match before or behind
+    the normalizer (`single_word`, `lstrip`, `rstrip`, `normalized`).
+    """
+    texts: list[str] = []
+    for token in reference.library.get_added_tokens_decoder().values():
+        spelled = str(token.content)
+        texts += [
+            spelled,
+            f"x{spelled}x {spelled}. ({spelled}){spelled}1_{spelled}",
+            f"가{spelled}는  {spelled}  \n{spelled}\té{spelled}é",
+            f"{spelled.lower()} {spelled.upper()}",
+        ]
+    return texts

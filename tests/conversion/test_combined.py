@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from pipeline.combination.combine import combine, open_export
@@ -92,11 +93,12 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
         **settings | changes,
     )
     model = ScaleForCausalLM(config)
-    for key, parameter in model.named_parameters():
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         # Of the base's weights every export on it has the same.
         owner = base if is_of_base(key) else name
         random = torch.Generator().manual_seed(zlib.crc32(f"{owner} {key}".encode()))
-        if key != "token_gate.std":
+        is_learned = isinstance(parameter, nn.Parameter)
+        if is_learned or key in ("token_gate.mean", "token_gate.weight"):
             # Row by row, so that the base's rows are the same under an extended vocabulary.
             std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random) * std)

@@ -278,7 +278,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, exports):
     """Where another library trains the export further."""
     model = load_hf_model(exports("llama", "own adapt", features="token")[0]).train()
     tokens = some_tokens(model.config, 2, LENGTH)
-    model.token_gate.requires_grad_(False)
 
     def gradients():
         model.zero_grad()

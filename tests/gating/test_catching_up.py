@@ -67,9 +67,8 @@ def gated(name: str, bias: float) -> ScaleForCausalLM:
     """A model with random weights, whose gate opens more often with a larger `bias`."""
     model = ScaleForCausalLM(scale_config(sliding_window=6, gate_bias=bias, **MODELS[name])).eval()
     random = torch.Generator().manual_seed(0)
-    for key, parameter in model.named_parameters():
-        if key != "token_gate.std":
-            torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    for parameter in (*model.parameters(), model.token_gate.mean, model.token_gate.weight):
+        torch.nn.init.normal_(parameter, std=0.1, generator=random)
     if model.token_gate.is_open_id is not None:
         model.token_gate.is_open_id[5::40] = True
     if model.own_input is not None:

@@ -14,6 +14,7 @@ from pipeline.conversion.model_card import LORA_TARGETS
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.remote_code.scale_math import NEVER
 from tests.conversion.checkpoints import scale_config
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -60,12 +61,37 @@ def test_transformers_trainer_trains_evaluates_and_predicts(method, gate, load, 
         ("llama tied", "preserve", {}),
         ("gemma2", "adapt", {}),  # its logits are capped
         *(("llama tied", "adapt", gate) for gate in GATES.values()),
+        ("llama tied", "scale", {}),  # the router's choice of two paths
+        ("llama tied", "scale", GATES["both"]),
+        *(("neox", "own lora", gate) for gate in GATES.values()),
+        ("llama", "own adapt from 0", GATES["both"]),
+        ("gemma2", "own adapt", GATES["both"]),
     ],
 )
 def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, method, gate, load):
     """As SFTTrainer computes it: hidden states of `base_model`, and `weight` and `bias` of the
     output embeddings."""
-    model = load(name, method, **gate)
+    assert_same_with_hidden_states(load(name, method, **gate))
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama tied", "adapt"), ("neox", "own lora")])
+def test_new_tokens_have_no_probability_after_a_closed_one_by_hidden_states_too(name, method, load):
+    model = load(name, method, **GATES["both"])
+    with_new_tokens(model)
+    tokens = some_tokens(model.config, 2, 12)
+    logits = model(tokens).logits
+    is_never = (logits[..., -7:] == NEVER).all(-1)
+    assert is_never.any() and not is_never.all()
+    assert_same_with_hidden_states(model)
+
+
+def with_new_tokens(model) -> None:
+    """Makes the last tokens of a model new ones of an extended vocabulary."""
+    model.config.base_vocab_size = model.config.vocab_size - 7
+    model.output.set_vocabulary(model.config)
+
+
+def assert_same_with_hidden_states(model) -> None:
     tokens = some_tokens(model.config, 2, 12)
     mask = torch.ones_like(tokens)
 
@@ -100,13 +126,11 @@ def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, meth
 
 
 def test_a_model_without_such_a_head_says_so(load):
-    routed = load("llama tied", "scale")
-    new_tokens = load("llama tied", "adapt", **GATES["both"])
-    new_tokens.config.base_vocab_size -= 7
+    capped = load("gemma2", "adapt", **GATES["both"])
+    with_new_tokens(capped)
     combined = CombinedForCausalLM(CombinedConfig(**base_entries(scale_config().to_dict())))
     for model, reason in (
-        (routed, "logits of two paths"),
-        (new_tokens, "new tokens"),
+        (capped, "new tokens .* logits are capped"),
         (combined, "for inference"),
     ):
         assert model.get_output_embeddings() is None

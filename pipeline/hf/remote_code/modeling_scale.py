@@ -116,8 +116,8 @@ class ScaleBackbone(nn.Module):
         self._models = (model,)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D +
-        U].
+        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` [B, S, C] is what
+        `ScaleOutput.hidden_states` makes of both streams.
 
         Raises ValueError: the logits are no product of one hidden state and one matrix.
         """
@@ -130,11 +130,7 @@ class ScaleBackbone(nn.Module):
                 "transformers' Trainer does"
             )
         streams, cache, states = model.hidden_states(*args, **kwargs)
-        [path] = streams.paths
-        x_up = path.x_up
-        if x_up is None:  # the base ran alone, or the model is not wider
-            x_up = path.x.new_zeros(*path.x.shape[:2], model.config.expansion_hidden_size)
-        last = torch.cat([path.x, x_up], dim=-1)
+        last = model.output.hidden_states(streams.paths, streams.closed)
         return BaseModelOutputWithPast(
             last_hidden_state=last, past_key_values=cache, hidden_states=states
         )
@@ -200,8 +196,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return ScaleBackbone(self)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of
-        one matrix.
+        """The output projection, whose `weight` is [V, C]; None where logits are no product of one
+        matrix.
         """
         if self.config.backbone_unsupported_reason() is not None:
             return None

@@ -128,7 +128,7 @@ def test_a_shut_text_is_the_bases_whatever_the_own_weights_are(name, method, exp
     assert_near(logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
-    with patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False):
+    with patch.object(ScaleForCausalLM, "_can_read_again", lambda *_: False):
         whole = model(tokens).logits
         plain = without_own_weights(model)(tokens).logits
     assert torch.equal(whole, plain) and torch.equal(whole, logits)

@@ -276,6 +276,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
+        if kwargs.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError(
+                "output_attentions: the weights of attention are not given, as base and expansion "
+                "have heads side by side; leave it out"
+            )
         if inputs_embeds is not None and self.own_input is not None:
             raise ValueError(
                 "give input_ids: tokens that the gate opens have rows of their own, which "
@@ -333,20 +338,24 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             # would wait for it.
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
-        may_wait = False
+        can_read_again = False
         # A server's own paged cache (`cache`, of continuous batching) has the heads of the whole
         # model, and holds texts that end before these tokens or go on behind them. Where attention
         # needs no mask (paged FlashAttention), nothing else tells that there is one.
         has_servers_cache = "cache" in options
         if tokens is not None and recorded is None and not has_servers_cache:
-            may_wait = self._may_wait(attention_mask, past_key_values)
+            can_read_again = self._can_read_again(attention_mask, past_key_values)
+        # A pass for gradients is the same whatever the gate decides.
+        may_wait = can_read_again and not torch.is_grad_enabled()
         inputs = PassInputs(
             tokens, attention_mask, position_ids, past_key_values, options, may_wait
         )
 
-        if may_wait and self._waits_for_open(past_key_values):
+        # A cache that was filled without gradients may be of the base alone.
+        lacks = lacks_expansion(past_key_values)
+        if can_read_again and (may_wait or lacks) and self._waits_for_open(past_key_values):
             paths, opens = self._from_open_on(start, inputs)
-        elif lacks_expansion(past_key_values):
+        elif lacks:
             raise ValueError(
                 "past_key_values: of the base alone, as its gate was shut; give the text from its "
                 "start"
@@ -480,13 +489,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             changed.append(StreamPath(x, x_up, path.masked))
         return changed
 
-    def _may_wait(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether the host may read what the gate decides: in inference on one device, with a cache
-        that grows.
+    def _can_read_again(self, attention_mask: Any, cache: Any) -> bool:
+        """Whether the host may read what the gate decides, and a text can be run again: on one
+        device, with a cache that grows, in no compiled or traced pass.
         """
         if self.gate_layer is None or self.first_routed is not None:
             return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
         if self.config._attn_implementation == "flex_attention":
             return False

@@ -265,10 +265,14 @@ class CombinedForCausalLM(ScaleForCausalLM):
             ValueError: this model does not take the cache or an argument.
         """
         hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
-        if kwargs.pop("inputs_embeds", None) is not None or hidden_states:
+        attentions = kwargs.pop("output_attentions", self.config.output_attentions)
+        if kwargs.pop("inputs_embeds", None) is not None or hidden_states or attentions:
             raise ValueError(
-                "a model with several expansions takes input_ids, and gives no hidden states"
+                "a model with several expansions takes input_ids, and gives no hidden states and "
+                "no attentions"
             )
+        if torch.jit.is_tracing():
+            raise ValueError("a trace cannot hold that each text is read by the models it needs")
         self._check_arguments(input_ids, attention_mask, active)
         if use_cache is None:
             use_cache = self.config.use_cache

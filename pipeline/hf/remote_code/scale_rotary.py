@@ -60,5 +60,8 @@ class ScaleRotary(nn.Module):
         return RotaryAngles(cos.unsqueeze(1), sin.unsqueeze(1))
 
     def _held(self, name: str, device: torch.device) -> Tensor:
+        if torch.jit.is_tracing():
+            # A trace has no `view` of another type.
+            return torch.tensor(self.spec[name], dtype=torch.float32, device=device)
         bits: Tensor = getattr(self, name)
         return bits.view(torch.float32).to(device)

@@ -249,7 +249,7 @@ def test_a_cache_that_was_filled_without_gradients_is_continued_with_them(name, 
 @pytest.mark.parametrize("name", ["preserve", "adapt", "own weights, adapt from 0", "lora from 0"])
 def test_a_trace_decides_for_each_text_anew(name, with_gradients):
     """It is made of a text for which the gate stays shut, and read with one for which it opens."""
-    model = gated(name, -2.1)
+    model = gated(name, -1.0)
     model.config.use_cache = False
     model.config.return_dict = False
     shut, opened = (torch.full((1, 9), token) for token in tokens_by_score(model))

@@ -29,6 +29,7 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
@@ -172,6 +174,19 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         # alone is what the model computes of closed text anyway.
         self.base_runs_alone = config.expansion_hidden_size > 0 or self.first_twice is not None
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library's, which may quantise: by default all linear maps of the layers.
+
+        It would also leave out all maps whose names end as that of a tied output (`output.base`).
+        """
+        quantization = kwargs.get("quantization_config")
+        if quantization is not None:
+            if isinstance(quantization, dict):
+                quantization = AutoQuantizationConfig.from_dict(quantization)
+            kwargs["quantization_config"] = with_own_skips(quantization)
+        return super().from_pretrained(name, *args, **kwargs)
 
     @property
     def _supports_sdpa(self) -> bool:
@@ -657,6 +672,18 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
+
+
+def with_own_skips(quantization: Any) -> Any:
+    """A quantisation of the library that leaves embedding and output as they are, and no other
+    map, unless it names maps itself.
+    """
+    changed = copy.copy(quantization)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if getattr(changed, name, ()) is None:
+            # Patterns, as these names are ends of others.
+            setattr(changed, name, ["^embedding", "^output"])
+    return changed
 
 
 def _joined(path: StreamPath) -> Tensor:

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, TrainableTokensConfig, get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    QuantoConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from pipeline.combination.combine import base_entries
 from pipeline.conversion.model_card import LORA_TARGETS
@@ -137,6 +143,93 @@ def test_a_model_without_such_a_head_says_so(load):
         with pytest.raises(ValueError, match=rf"no backbone .*{reason}.*labels=labels") as caught:
             model.base_model(input_ids=some_tokens(model.config, 1, 4))
         assert "\n" not in str(caught.value)
+
+
+def adapted_tokens(model, configuration):
+    """The logits with changed rows of two tokens, and the model with these rows merged."""
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 5]])
+    before = model(tokens).logits
+    adapted = get_peft_model(model, configuration)
+    rows = [one for key, one in adapted.named_parameters() if "trainable_tokens_delta" in key]
+    assert rows and all(one.requires_grad for one in rows)
+    assert_near(adapted(tokens).logits, before, PARITY)
+    for one in rows:
+        one.data += torch.randn(one.shape, generator=torch.Generator().manual_seed(0))
+    changed = adapted(tokens).logits
+    assert (changed - before).abs().max() > 1e-3
+    assert_near(adapted.merge_and_unload()(tokens).logits, changed, PARITY)
+    return rows
+
+
+@torch.no_grad()
+def test_peft_trains_tokens_of_models_as_wide_as_their_base(load):
+    for configuration in (
+        TrainableTokensConfig(token_indices=[5, 6]),
+        LoraConfig(target_modules=["query.base"], trainable_token_indices=[5, 6]),
+    ):
+        adapted_tokens(load("neox", "own lora", opens="sometimes"), configuration)
+
+
+@torch.no_grad()
+def test_peft_trains_tokens_of_a_wider_model_in_both_of_its_embeddings(load):
+    names = ["embedding.base", "embedding.expansion"]
+    rows = adapted_tokens(
+        load("llama", "own adapt", opens="sometimes"),
+        LoraConfig(
+            target_modules=["query.base"], trainable_token_indices={name: [5, 6] for name in names}
+        ),
+    )
+    model = load("llama", "own adapt", opens="sometimes")
+    assert sum(one.shape[1] for one in rows) == model.get_input_embeddings().embedding_dim
+
+
+def test_tokens_of_a_tied_model_are_not_trained_in_half(load):
+    model = load("llama tied", "adapt")
+    adapted = get_peft_model(
+        model, TrainableTokensConfig(token_indices=[5, 6], target_modules=["embedding.base"])
+    )
+    with pytest.raises(ValueError, match=r"trainable tokens: .* one matrix"):
+        adapted(torch.tensor([[5, 6]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "method"), [("stories260K", "own lora"), ("stories260K", "adapt")]
+)
+def test_an_adapter_is_loaded_with_its_base_by_one_call(name, method, exports, tmp_path):
+    folder, _ = exports(name, method, **GATES["both"])
+    model = load_hf_model(folder)
+    tokens = some_tokens(model.config, 1, 12)
+    targets = ["query.base"] if method == "own lora" else list(LORA_TARGETS)
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    ).eval()
+    expected = adapted(tokens).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
+    found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert_near(found(tokens).logits, expected, PARITY)
+    embedding = found.get_input_embeddings()
+    assert embedding.weight.shape == (embedding.num_embeddings, embedding.embedding_dim)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama tied", "adapt"), ("llama tied", "own lora"), ("llama", "lora")]
+)
+def test_quantisers_take_every_map_of_the_layers(name, method, exports):
+    """Of a tied model they would leave out what ends as its head: all `attention.output.base`."""
+    folder, _ = exports(name, method, **GATES["both"])
+    model = load_hf_model(folder)
+    tokens = some_tokens(model.config, 2, 12)
+    asked = QuantoConfig(weights="int8")
+    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
+    assert asked.modules_to_not_convert is None
+    left = [key for key, one in quantised.named_modules() if type(one) is torch.nn.Linear]
+    assert not left
+    assert type(quantised.layers[0].attention.output.base).__name__ == "QLinear"
+    logits = model(tokens).logits
+    assert 0 < (quantised(tokens).logits - logits).abs().max() < 0.2 * logits.std()
 
 
 @torch.no_grad()

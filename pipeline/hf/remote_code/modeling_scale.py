@@ -166,6 +166,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         # Read once: an attribute of the library's configurations takes as long as a small kernel.
         self.stream_sizes = [config.hidden_size, config.expansion_hidden_size]
+        self.embeds_base_alone = self.embedding.is_of_base_alone
         self.gate_layer = config.gate_layer
         self.own_first_layer = config.own_first_layer if config.own_rows else None
         self.first_routed = config.l_fp if config.routed else None
@@ -202,7 +203,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 init.normal_(parameter, std=0.02)
 
     def get_input_embeddings(self) -> nn.Module:
-        """It gives `inputs_embeds`: both streams [B, S, D + U]."""
+        """It gives `inputs_embeds`: both streams [B, S, D + U].
+
+        Where that is the base's embedding itself, it is the library's own module, which others know
+        how to train.
+        """
+        if self.embeds_base_alone:
+            return self.embedding.base
         return self.embedding
 
     @property

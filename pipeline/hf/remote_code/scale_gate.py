@@ -51,7 +51,7 @@ class ScaleGate(nn.Module):
         self.register_buffer("is_open_id", table)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the gate as any module, and keeps its types: in 16 bits it would decide otherwise."""
+        """Moves the gate as any module, in its types: in 16 bits it would decide otherwise."""
         exact = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, values in exact.items():

@@ -267,8 +267,32 @@ class ScaleEmbedding(nn.Module):
         if config.expansion_hidden_size:
             self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.scale = config.embedding_scale
+        self.is_tied = bool(config.tie_word_embeddings)
+        self.num_embeddings = config.vocab_size
+        self.embedding_dim = config.hidden_size + config.expansion_hidden_size
+
+    @property
+    def is_of_base_alone(self) -> bool:
+        """Whether it gives what `base` does: there are no added columns and no factor."""
+        return self.expansion is None and self.scale == 1.0
+
+    @property
+    def weight(self) -> Tensor:
+        """Both matrices as one [V, D + U], for libraries that read its shape or its rows."""
+        if self.expansion is None:
+            return self.base.weight
+        return torch.cat([self.base.weight, self.expansion.weight], dim=1)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        has_own_rows_of_peft = hasattr(self.base, "token_indices") or hasattr(
+            self.base, "token_adapter"
+        )
+        if self.is_tied and has_own_rows_of_peft:
+            raise ValueError(
+                "trainable tokens: embedding and output of this model are one matrix (tied), of "
+                "which PEFT would train the embedding's rows and merge both; train adapters of "
+                "linear maps alone"
+            )
         embedded: Tensor = self.base(tokens)
         if self.expansion is not None:
             embedded = torch.cat([embedded, self.expansion(tokens)], dim=-1)

@@ -274,10 +274,10 @@ def tokens_by_score(model: ScaleForCausalLM) -> tuple[int, int]:
 def test_weights_of_attention_are_refused_and_not_left_out():
     model, (tokens, mask) = gated("adapt", -1.0), prompts()
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="output_attentions: .* leave it out"):
+    with pytest.raises(ValueError, match=r"output_attentions: .* leave it out"):
         model(tokens, attention_mask=mask, output_attentions=True)
     model.config.output_attentions = True
-    with pytest.raises(ValueError, match="output_attentions: .* leave it out"):
+    with pytest.raises(ValueError, match=r"output_attentions: .* leave it out"):
         model(tokens, attention_mask=mask)
 
 

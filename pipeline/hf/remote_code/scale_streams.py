@@ -267,7 +267,7 @@ class ScaleEmbedding(nn.Module):
         if config.expansion_hidden_size:
             self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.scale = config.embedding_scale
-        self.is_tied = bool(config.tie_word_embeddings)
+        self.is_tied = getattr(config, "tie_word_embeddings", False)
         self.num_embeddings = config.vocab_size
         self.embedding_dim = config.hidden_size + config.expansion_hidden_size
 

@@ -126,8 +126,10 @@ def without_mtp_layers(config: Mapping[str, Any]) -> dict[str, Any]:
             if count and isinstance(values, list) and len(values) == layers + count:
                 changed[of_layers] = values[:layers]
     model_type = config.get("model_type")
-    if model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "num_mtp_layers", 0):
-        changed["num_nextn_predict_layers"] = 0
+    if model_type in CONFIG_MAPPING:
+        by_default = getattr(CONFIG_MAPPING[model_type], "num_mtp_layers", None)
+        if by_default:
+            changed["num_nextn_predict_layers"] = 0
     return changed
 
 

@@ -517,7 +517,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if self.gate_layer is None or self.first_routed is not None:
             return False
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return False
         if self.config._attn_implementation == "flex_attention":
             return False

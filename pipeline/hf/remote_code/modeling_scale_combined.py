@@ -271,7 +271,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 "a model with several expansions takes input_ids, and gives no hidden states and "
                 "no attentions"
             )
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError("a trace cannot hold that each text is read by the models it needs")
         self._check_arguments(input_ids, attention_mask, active)
         if use_cache is None:

@@ -60,7 +60,7 @@ class ScaleRotary(nn.Module):
         return RotaryAngles(cos.unsqueeze(1), sin.unsqueeze(1))
 
     def _held(self, name: str, device: torch.device) -> Tensor:
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             # A trace has no `view` of another type.
             return torch.tensor(self.spec[name], dtype=torch.float32, device=device)
         bits: Tensor = getattr(self, name)

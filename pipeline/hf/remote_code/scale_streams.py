@@ -369,7 +369,7 @@ class ScaleOutput(nn.Module):
                 "the output matrices are partitioned (ZeRO-3), and are not read one by one: take "
                 "ZeRO-1, ZeRO-2 or FSDP, or the loss of model(input_ids, labels=labels)"
             )
-        parts = [self.base]
+        parts: list[Tensor] = [self.base]
         if self.expansion is not None:
             parts.append(self.expansion)
         if self.own_rows is not None:

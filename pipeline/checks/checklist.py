@@ -34,6 +34,7 @@ from pipeline.checks.input_checks import (
     check_texts,
     check_tokenizer,
     check_trackers,
+    check_trained_expansion,
 )
 from pipeline.checks.inputs import RunInputs
 from pipeline.checks.preflight.all_reduce import (
@@ -77,12 +78,14 @@ _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     check_heldout_texts,
     *_BASE_CHECKS,
     check_initial_expansion,
+    check_trained_expansion,
 )
 
 _TRAIN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
+    check_trained_expansion,
     check_start,
 )
 
@@ -96,6 +99,7 @@ _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     check_exported_tokenizer,
     check_run_folder,
     check_initial_expansion,
+    check_trained_expansion,
     check_newest_checkpoint,
 )
 

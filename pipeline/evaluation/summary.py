@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,13 @@ def _method_title(config: RunConfig) -> str:
 
 
 def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
-    """The scores of a model, as an earlier summary recorded them."""
-    return {name: Score(**fields) for name, fields in recorded.items()}
+    """The scores of a model, as an earlier summary recorded them: null stands for infinity."""
+    scores: dict[str, Score] = {}
+    for name, fields in recorded.items():
+        filled: dict[str, Any] = dict.fromkeys(fields, math.inf)
+        filled.update({key: value for key, value in fields.items() if value is not None})
+        scores[name] = Score(**filled)
+    return scores
 
 
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:

@@ -115,6 +115,8 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
+            "trl>=1.16,<2",
+            "optimum-quanto>=0.2.7,<0.3",
             "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",

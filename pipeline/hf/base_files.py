@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import BaseModelError
@@ -31,6 +32,11 @@ _CONFIG_OF_BASE_ONLY = (
     "torch_dtype",
     "quantization_config",
 )
+# How many layers predict tokens after the next one (MTP), by the names that configurations have for
+# it. No export has such layers.
+_MTP_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_hidden_layers")
+# Lists with an entry for each layer, in some configurations also for those.
+_BY_LAYER = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared")
 # How a multimodal base reads pictures and sound.
 _PROCESSOR_FILES = (
     "processor_config.json",
@@ -114,7 +120,33 @@ def base_config(base: Path) -> dict[str, Any]:
             rotated = max(rotated, 2 * len(layer.rotary.frequencies))
     config |= _rotary_entries(config, in_part=rotated < spec.head_dim)
     config["transformers_version"] = transformers.__version__
-    return config
+    return without_mtp_layers(config)
+
+
+def without_mtp_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without layers that predict tokens after the next one: they are not exported.
+
+    A server would look for their weights, also where the configuration's default has such layers.
+    """
+    changed = dict(config)
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        changed["text_config"] = without_mtp_layers(text)
+    layers = config.get("num_hidden_layers")
+    for name, count in config.items():
+        if not _MTP_LAYERS.fullmatch(name):
+            continue
+        changed[name] = 0
+        for of_layers in _BY_LAYER:
+            values = config.get(of_layers)
+            if count and isinstance(values, list) and len(values) == layers + count:
+                changed[of_layers] = values[:layers]
+    model_type = config.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        by_default = getattr(CONFIG_MAPPING[model_type], "num_mtp_layers", None)
+        if by_default:
+            changed["num_nextn_predict_layers"] = 0
+    return changed
 
 
 def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:

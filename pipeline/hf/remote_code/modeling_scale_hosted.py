@@ -7,7 +7,7 @@ the expansion, in forward hooks.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +179,22 @@ def check_padding(attention_mask: Any) -> None:
     )
 
 
+class NoBackbone(nn.Module):
+    """In place of the model without its output projection, for trainers that ask for hidden
+    states."""
+
+    # The library asks the backbone of any model for them.
+    _tp_plan = _pp_plan = None
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError: the base's own code makes the logits."""
+        raise ValueError(
+            "this model has no backbone whose hidden states give its logits: they are made by the "
+            "code of its base in transformers; take the loss, or the logits, of "
+            "model(input_ids, labels=labels), as transformers' Trainer does"
+        )
+
+
 class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A base of transformers with SCALE's expansion or LoRA's adapters; `base` is the former."""
 
@@ -238,6 +254,11 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
+
+    @property
+    def base_model(self) -> NoBackbone:
+        """What refuses to give hidden states."""
+        return NoBackbone()
 
     def get_output_embeddings(self) -> None:
         """None: logits are no product of one matrix."""

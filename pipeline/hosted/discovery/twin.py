@@ -199,8 +199,9 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
     if width and values.get("attention_hidden_size") == 2 * values["hidden_size"]:  # Zamba
         cut["attention_hidden_size"] = 2 * width
         cut["attention_head_dim"] = cut["attention_hidden_size"] // cut["num_attention_heads"]
+    rows = values.get("vocab_size")
     for name, value in values.items():
-        if "vocab" in name and value == values.get("vocab_size"):
+        if rows is not None and "vocab" in name and value == rows:
             cut[name] = VOCAB_SIZE  # whatever the real one is: the probes' tokens need it
     rotary = values.get("qk_rope_head_dim")
     if rotary is not None:

@@ -64,7 +64,7 @@ def schedule_section(
 ) -> tuple[dict[str, Any], int]:
     """The section `schedule`, and the length of a sequence."""
     read = tokens_to_read(learned)
-    length = min(_LONGEST, 2 ** int(math.log2(spec.max_position_embeddings)))
+    length = min(_LONGEST, 2 ** int(math.log2(spec.longest_document)))
     while read < _SEQUENCES * length and length > _SHORTEST:
         length //= 2
 

@@ -244,6 +244,14 @@ def fraction(text: str) -> float:
     return number
 
 
+def positive_number(text: str) -> float:
+    """An argument that is a number above 0."""
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    return number
+
+
 def _number(text: str) -> float:
     """The number that `text` is; NaN, which no range includes, if it is none."""
     try:

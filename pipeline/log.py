@@ -202,7 +202,7 @@ def progress_bar(
 
 def counted(items: Iterable[_T], what: str, total: int, unit: str) -> Iterator[_T]:
     """Yields the `total` items of `items` and shows a progress bar."""
-    with progress_bar(what, total, unit) as bar:
+    with progress_bar(what, total, unit, scaled=False) as bar:
         for item in items:
             yield item
             bar.update()

@@ -33,6 +33,7 @@ from pipeline.errors import (
     worth_another_attempt,
 )
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
@@ -100,6 +101,10 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
     )
 
 
+DEMO = str(Path(__file__).parents[1] / "configs" / "demo.yaml")
+TEXTS = str(REVIEWS_HELDOUT)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -108,6 +113,15 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
         (
             ("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"),
             "sampling text",
+        ),
+        (("estimate", DEMO), "estimating demo"),
+        (("train", DEMO, "--dry-run"), "planning demo"),
+        (("upscale", DEMO, "--set", "folder=x"), "upscaling "),
+        (("tokenize", DEMO, "--set", "folder=x", "--set", "data.folder=y"), "tokenizing demo"),
+        (("inspect", "missing"), "inspecting missing"),
+        (
+            ("config", "init", "--base", "missing", "--new", TEXTS, "--old", TEXTS),
+            "a first configuration for missing",
         ),
     ],
 )

@@ -56,6 +56,8 @@ _CORPUS_OPTIONS = (
 )
 """The options that are settings of a corpus, by the same name."""
 
+_logger = log.get_logger(__name__)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser, required=False)
@@ -221,6 +223,7 @@ def _jobs_of_run(config: RunConfig) -> list[Job]:
                 raise DataError(
                     f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
                 )
+        _logger.info("tokenizing %s: loading the libraries, then checking the run", config.name)
         from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
         # slurm/cpt_korean.sh says how many ranks will train on the tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pipeline import log
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
+from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
@@ -21,6 +22,7 @@ from pipeline.evaluation.table import score_table, table
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"
@@ -151,8 +153,13 @@ def _method_title(config: RunConfig) -> str:
 
 
 def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
-    """The scores of a model, as an earlier summary recorded them."""
-    return {name: Score(**fields) for name, fields in recorded.items()}
+    """The scores of a model, as an earlier summary recorded them: null stands for infinity."""
+    scores: dict[str, Score] = {}
+    for name, fields in recorded.items():
+        filled: dict[str, Any] = dict.fromkeys(fields, math.inf)
+        filled.update({key: value for key, value in fields.items() if value is not None})
+        scores[name] = Score(**filled)
+    return scores
 
 
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from pipeline.evaluation.perplexity import Score
 from pipeline.run_folder.metrics import mean, spread
+
+if TYPE_CHECKING:
+    # Its module loads torch, and commands that print a table may need none.
+    from pipeline.evaluation.perplexity import Score
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

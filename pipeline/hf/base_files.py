@@ -17,8 +17,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import BaseModelError
+from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object
-from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files
+from pipeline.hf.base_card import CARD
+from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files, tokenizer_files
 from pipeline.model.from_hf import hf_config, model_type_of, read_spec
 
 # Entries that describe the base's own folder and are wrong in an export.
@@ -35,6 +37,7 @@ _PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
+_SETTINGS_FILES = ("generation_config.json", *_PROCESSOR_FILES)
 # Licences ask that they, notices and policies are passed on.
 _TERMS = re.compile(
     r"(?i)(licen[cs]e|notice|copyright|copying|(acceptable_)?use_policy)([-_.][\w.-]*)?"
@@ -53,10 +56,23 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
-    for name in ("generation_config.json", *_PROCESSOR_FILES):
+    for name in _SETTINGS_FILES:
         copy_file(base, name, folder / name)
     copy_terms(folder, base)
     copy_tokenizer(folder, tokenizer)
+
+
+def hashes_of_read_files(base: Path, tokenizer: Path) -> dict[str, str]:
+    """The SHA-256 of every file but the weights that an export depends on: of the folder `base` and
+    of the folder `tokenizer`, by its name there."""
+    hashes: dict[str, str] = {}
+    for name in ("config.json", CARD, *_SETTINGS_FILES, *terms_in(base)):
+        if (base / name).is_file():
+            hashes[f"base/{name}"] = file_hash(base / name)
+    for name in tokenizer_files(tokenizer):
+        if (tokenizer / name).is_file():
+            hashes[f"tokenizer/{name}"] = file_hash(tokenizer / name)
+    return hashes
 
 
 def copy_terms(folder: Path, base: Path) -> None:

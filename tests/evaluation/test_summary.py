@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
@@ -19,7 +20,7 @@ from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
-from tests.self_generated.helpers import copied_stories
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.texts import STORIES_HELDOUT, chat, write_chats
 from tests.training.runs import write_config
 
@@ -161,3 +162,15 @@ def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75
     with pytest.raises(DataError, match="none has held-out text"):
         heldout_corpora(run_config(tmp_path, other={"input": [file]}))
+
+
+def test_a_perplexity_that_is_not_finite_is_read_again(run, tmp_path):
+    config, kept = run_with_chats(run, tmp_path)
+    path = tmp_path / "demo" / "summary.json"
+    summarise(config, max_bytes=2000, max_answer_tokens=5)
+    stored = json.loads(path.read_text())
+    stored["scores"]["after"]["english"]["perplexity"] = None  # as JSON holds infinity
+    path.write_text(json.dumps(stored))
+    text = summarise(config, max_bytes=2000, max_answer_tokens=5, chats=[kept])
+    assert any(line.split()[-2:-1] == ["inf"] for line in text.splitlines()), text
+    assert json.loads(path.read_text())["scores"] == stored["scores"]

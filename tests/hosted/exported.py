@@ -23,7 +23,7 @@ from pipeline.hosted.read_spec import hosted_spec_of
 from pipeline.hosted.spec import HostedSpec
 from pipeline.hosted.survey import entries_of
 from pipeline.hosted.transformers_model import hosted_config, model_class_of
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.model.from_hf import with_special_floats
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.parallel.topology import SINGLE

@@ -14,7 +14,7 @@ from pipeline.hosted.bases import open_base
 from pipeline.hosted.discovery.twin import build_twin
 from pipeline.hosted.read_spec import hosted_spec_of
 from pipeline.hosted.survey import all_types, entries_of, survey
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.parallel.topology import SINGLE
 from tests.bases import copy_tokenizer, random_model
 from tests.hosted.test_gate import ADAPT

@@ -43,6 +43,9 @@ EVAL = ["lm-eval>=0.4.13,<0.5"]
 WANDB = ["wandb>=0.26,<1"]
 # mlflow-skinny alone has no store: sqlalchemy and alembic are for runs in a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
+# Fast kernels of hosted bases with recurrent layers (Qwen3-Next, Qwen3.5), on GPUs. causal-conv1d
+# is built against the torch that is installed: pip install --no-build-isolation.
+KERNELS = ["flash-linear-attention>=0.4", "causal-conv1d>=1.5"]
 # Each reads the object stores of one maker, through fsspec.
 S3 = ["s3fs>=2025.3"]
 GS = ["gcsfs>=2025.3"]
@@ -97,6 +100,7 @@ setup(
         "eval": EVAL,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "kernels": KERNELS,
         "s3": S3,
         "gs": GS,
         "az": AZ,

@@ -282,6 +282,7 @@ class Trainer:
         It changes the weights if the gradient is finite.
         """
         sums = StepSums(self.device)
+        self.engine.model.equals_base = index == 0 and self.inputs.starts_at_base
         batches = self.batches.of_step(index - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:

@@ -24,6 +24,7 @@ from pipeline.config.stages import proportions
 from pipeline.conversion.formats import describe_formats, unsupported_reasons
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
+from pipeline.hosted.kernels import describe_missing_kernels
 from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
 from pipeline.methods.build_model import build_model
@@ -171,6 +172,9 @@ def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Ro
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
     """The structure of a hosted base, and the memory that its loading takes."""
     yield "base", spec.describe()
+    slow = describe_missing_kernels(spec)
+    if slow is not None:
+        yield "kernels", slow
     precision = estimator.config.base_precision
     if precision != "bf16":
         yield (

@@ -147,7 +147,7 @@ def check_sampling(
     """
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.prompt_tokens or 0) + 1
-    most = spec.max_position_embeddings
+    most = spec.longest_document
     if not least <= max_tokens <= most:
         raise ConfigError(
             f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's "

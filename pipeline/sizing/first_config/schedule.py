@@ -64,7 +64,7 @@ def stages_section(
 
 def wanted_length(read: int, spec: DecoderSpec) -> int:
     """The tokens of a sequence, for a run that reads `read` tokens."""
-    context = 2 ** int(math.log2(spec.max_position_embeddings))
+    context = 2 ** int(math.log2(spec.longest_document))
     length = min(_LONGEST, context)
     while read < _SEQUENCES * length and length > _SHORTEST_OF_LONG_CONTEXT:
         length //= 2

@@ -4,6 +4,7 @@
 #   here COMMAND…               a serial stage: one process, on this node
 #   over_mpi COMMAND…           a stage that finds its ranks through MPI
 #   on_every_rank COMMAND…      a process per rank: over the allocation by srun, or on this machine
+#   overlap_own_step            lets srun start a step within the step that this shell is
 #   count_ranks                 prints how many ranks on_every_rank starts
 #   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of
 #                               a dry run
@@ -18,6 +19,7 @@ here() { exec "${container[@]}" "$@"; }
 over_mpi() {
     local launcher
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
+    overlap_own_step
     exec "${launcher[@]}" "${container[@]}" "$@"
 }
 
@@ -39,6 +41,7 @@ over_the_allocation() {
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST)," \
         "rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
+    overlap_own_step
     export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
     # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with
     # RESUME_LATER. --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank
@@ -47,6 +50,14 @@ over_the_allocation() {
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit \
         --cpu-bind=none --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" \
         "${options[@]}" bash slurm/launch.sh "$@"
+}
+
+# `srun --pty bash` is a step that holds the whole allocation: a step within it would wait for ever.
+overlap_own_step() {
+    in_step || return 0
+    say "this shell is step $SLURM_STEP_ID of job $SLURM_JOB_ID:" \
+        "the ranks share its CPUs and GPUs (srun --overlap)"
+    export SLURM_OVERLAP=1 # srun's variable for --overlap, which versions before 20.11 do not have
 }
 
 on_this_machine() {

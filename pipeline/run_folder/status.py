@@ -23,6 +23,7 @@ TRAINING = "training.json"
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
 _RESUMES = "it resumes with its job, or by the same command"
+_LAST_STAGE = "evaluate"
 _SAME_COMMAND = "the same command resumes"
 
 State = Literal["running", "waiting", "stopped", "done", "failed", "not started"]
@@ -187,6 +188,13 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     return _state_after(folder, last, last.end)
 
 
+def _job_of(attempt: Attempt) -> SlurmJob | None:
+    """The state of the Slurm job that an attempt ran in; None where there is none, or is unknown."""
+    if attempt.start is None or not attempt.start.by.job:
+        return None
+    return slurm_job(attempt.start.by.job)
+
+
 def _last_stage(attempt: Attempt) -> str | None:
     """The stage that an attempt ended or was at."""
     if attempt.end is not None:
@@ -198,8 +206,11 @@ def _last_stage(attempt: Attempt) -> str | None:
 
 def _state_after(folder: Path, last: Attempt, end: StageEnd) -> tuple[State, str]:
     """The state of a run whose last attempt put its `end` on record."""
+    job = _job_of(last)
     if end.exit_code == FINISHED:
-        if is_trained(folder):
+        # A job that was queued again, or runs, has stages to come: the gate, say, or the conversion.
+        has_ended_well = job is None or job.name == "COMPLETED" or end.stage == _LAST_STAGE
+        if is_trained(folder) and has_ended_well:
             return "done", "all steps are done"
         return _state_of_job(last, "waiting", f"{end.stage} is done, the next stage follows", "")
     if end.exit_code == INTERRUPTED:
@@ -207,6 +218,10 @@ def _state_after(folder: Path, last: Attempt, end: StageEnd) -> tuple[State, str
     if end.exit_code == RESUME_LATER:
         is_continued = True
         why = f"{end.stage}: saved"
+        if end.retry is None and job is not None and job.name == "FAILED":
+            # Slurm's word for every exit code but 0. A stage that saved and asks for no other
+            # attempt was stopped by its user (scancel --signal=INT, Ctrl-C).
+            return "stopped", f"{why}, as it was asked to; {_SAME_COMMAND}"
     else:
         is_continued = False
         why = f"{end.stage}: {end.error or f'exit code {end.exit_code}'}"
@@ -251,14 +266,11 @@ def _state_of_job(
     `why` says how that attempt ended. Where Slurm knows nothing of the job, the state is
     `otherwise`, for the reason `unknown`, or else `why` and how it `resumes`.
     """
-    number: str | None = None
-    job: SlurmJob | None = None
-    if last.start is not None:
-        number = last.start.by.job
-    if number:
-        job = slurm_job(number)
+    job = _job_of(last)
     if job is None:
         return otherwise, unknown or f"{why}{resumes}"
+    assert last.start is not None
+    number = last.start.by.job
     if job.name == "COMPLETED":  # it was to run some stages only
         return otherwise, f"{why}; job {number} is done; {_SAME_COMMAND}"
     if job.kind == "running":

@@ -24,6 +24,7 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
+    check_own_rows,
     check_parameter_groups,
     check_profile,
     check_run_folder,
@@ -80,6 +81,7 @@ TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     check_heldout_texts,
     *_BASE_CHECKS,
     check_sampling_settings,
+    check_own_rows,
     check_initial_expansion,
 )
 
@@ -96,6 +98,7 @@ DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     check_heldout_texts,
     *_BASE_CHECKS,
     check_sampling_settings,
+    check_own_rows,
     check_samples_or_folder,
     check_texts,
     check_exported_tokenizer,

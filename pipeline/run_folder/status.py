@@ -189,7 +189,7 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
 
 
 def _job_of(attempt: Attempt) -> SlurmJob | None:
-    """The state of the Slurm job that an attempt ran in; None where there is none, or is unknown."""
+    """The state of the Slurm job that an attempt ran in; None where Slurm knows of none."""
     if attempt.start is None or not attempt.start.by.job:
         return None
     return slurm_job(attempt.start.by.job)
@@ -208,7 +208,7 @@ def _state_after(folder: Path, last: Attempt, end: StageEnd) -> tuple[State, str
     """The state of a run whose last attempt put its `end` on record."""
     job = _job_of(last)
     if end.exit_code == FINISHED:
-        # A job that was queued again, or runs, has stages to come: the gate, say, or the conversion.
+        # A job that was queued again, or runs, has stages to come: the gate, the conversion.
         has_ended_well = job is None or job.name == "COMPLETED" or end.stage == _LAST_STAGE
         if is_trained(folder) and has_ended_well:
             return "done", "all steps are done"

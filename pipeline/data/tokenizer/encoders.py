@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, groupby
 from typing import Any, NamedTuple, Union
 
@@ -156,14 +157,20 @@ def fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnco
     None if it is unsupported or fails on a test text.
     """
     try:
-        with faults_of_library("gigatoken does not support this tokenizer", DataError):
+        with faults_of_library("unsupported", DataError):
             encoder = GigatokenEncoder(content)
             if all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
                 return encoder
-    except DataError as error:
-        _logger.info("%s: %s encodes", error, reference.name)
+    except DataError:
+        # The library's own words name a place in its source.
+        reason = "gigatoken, the fast encoder, does not support this tokenizer"
     else:
-        _logger.warning(
-            "gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name
-        )
+        reason = "gigatoken, the fast encoder, has other ids on a test text"
+    _say_once(f"{reason}: {reference.name} encodes, which is slower")
     return None
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Logs a line once in a process, however often a command reads its tokenizer."""
+    _logger.info("%s", line)

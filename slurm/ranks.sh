@@ -83,21 +83,51 @@ count_ranks() {
 }
 
 # Without an allocation: what the script's #SBATCH lines and sbatch's environment request; with
-# NPROC, or where there is no Slurm, nothing, which means this machine.
+# NPROC, or where there is no Slurm, nothing, which means this machine. Where Slurm knows of no GPU,
+# the ranks are CPU processes.
 planned_cluster() {
-    local nodes ranks gpus=${SBATCH_GPUS_PER_NODE:-1}
+    local nodes ranks tasks gpus=${SBATCH_GPUS_PER_NODE:-} mebibytes="" what=GPUs of_cpu=""
     if on_slurm; then
         nodes=$SLURM_JOB_NUM_NODES ranks=$(count_ranks)
+        ((${SLURM_GPUS_ON_NODE:-0} > 0 || $(gpus_here) > 0)) || of_cpu=" --on-cpu"
     elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
         return
     else
-        nodes=$(sed -nE 's/^#SBATCH +(--nodes[= ]|-N *)([0-9]+).*/\2/p' "$1")
+        nodes=$(requested "$1" nodes N)
         nodes=${nodes:-1} # what sbatch allocates to a script that does not say
-        ranks=$((nodes * ${gpus##*:})) # h100:8
-        say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes;" \
+        tasks=$(requested "$1" ntasks-per-node ntasks-per-node)
+        [[ -n "$gpus" ]] || mebibytes=$(memory_without_gpus "${SBATCH_PARTITION:-}")
+        gpus=${gpus##*:} # h100:8
+        # As count_ranks: a rank per task, or per GPU if each node has one task.
+        ((${tasks:-1} > 1)) || tasks=${gpus:-1}
+        ranks=$((nodes * tasks))
+        if [[ -n "$mebibytes" ]]; then
+            what="CPU processes"
+            of_cpu=" --on-cpu --gpu-memory-gib $((mebibytes / tasks / 1024 + 1))"
+            say "Slurm knows of no GPU there; SBATCH_GPUS_PER_NODE=8 plans some" >&2
+        fi
+        say "a plan of what sbatch would request: $ranks $what on $nodes nodes;" \
             "NPROC=2 plans 2 processes here" >&2
     fi
-    echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
+    echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))$of_cpu"
+}
+
+# The number that an #SBATCH line of the script $1 gives for the option --$2 or -$3.
+requested() { sed -nE "s/^#SBATCH +(--$2[= ]|-$3 *)([0-9]+).*/\2/p" "$1"; }
+
+# The MiB of a node of the partition $1, by default Slurm's own default, if none of its nodes has
+# GPUs; else nothing.
+memory_without_gpus() {
+    local name resources mebibytes least=""
+    command -v sinfo >/dev/null || return 0
+    while IFS='|' read -r name resources mebibytes; do
+        # The default partition has a star behind its name.
+        [[ "$name" == "$1" || "$name" == "$1*" || (-z "$1" && "$name" == *"*") ]] || continue
+        [[ "$resources" != *gpu* ]] || return 0
+        mebibytes=${mebibytes%+} # of nodes that differ: the least
+        ((mebibytes > ${least:-mebibytes})) || least=$mebibytes
+    done < <(sinfo --noheader --format="%P|%G|%m" 2>/dev/null)
+    echo "$least"
 }
 
 # The first node's address as Slurm knows it; a port computed from the job's number, below the

@@ -92,6 +92,12 @@ def add_cluster_options(parser: argparse._ActionsContainer) -> None:
             default=argparse.SUPPRESS,
             help=f"{meaning}; default {getattr(Cluster, name):g}",
         )
+    parser.add_argument(
+        "--on-cpu",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="there are no GPUs: --gpus are CPU processes, each with --gpu-memory-gib",
+    )
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:

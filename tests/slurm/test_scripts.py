@@ -165,6 +165,33 @@ def test_a_configuration_is_found_where_the_user_stands(host: Recorded, tmp_path
     assert named == [f"{user}/mine.yaml", f"{user}/{DEMO}", "configs/demo_fft.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("partitions", "environment", "planned"),
+    [
+        (["all*|(null)|2000"], {}, "--gpus 2 --gpus-per-node 1 --on-cpu --gpu-memory-gib 2"),
+        (["all*|gpu:h100:8|2000"], {}, "--gpus 2 --gpus-per-node 1"),
+        (["cpu*|(null)|64000+", "gpu|gpu:8|2000"], {"SBATCH_PARTITION": "gpu"}, "--gpus 2"),
+        (
+            ["gpu*|gpu:8|2000", "cpu|(null)|64000+"],
+            {"SBATCH_PARTITION": "cpu"},
+            "--gpus 2 --gpus-per-node 1 --on-cpu --gpu-memory-gib 63",
+        ),
+        (["all*|(null)|2000"], {"SBATCH_GPUS_PER_NODE": "8"}, "--gpus 16 --gpus-per-node 8"),
+        (["other|(null)|2000"], {}, "--gpus 2 --gpus-per-node 1"),
+    ],
+)
+def test_a_dry_run_plans_no_gpus_where_slurm_knows_of_none(
+    host: Recorded, partitions, environment, planned
+):
+    host.program("sbatch")
+    host.program("sinfo", f"printf '%s\\n' {' '.join(map(repr, partitions))}")
+    host.program("python")
+    call = host.run("cpt_korean.sh", DEMO, "--dry-run", **environment)[-1]
+    options = call.removeprefix("python -m pipeline train --dry-run ").removesuffix(f" {DEMO}")
+    assert options.startswith(planned)
+    assert ("--on-cpu" in options) == ("--on-cpu" in planned)
+
+
 @pytest.mark.parametrize("cwd", ["slurm", "slurm/..", "tests/slurm"])
 def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
     host.program("sbatch")
@@ -181,6 +208,7 @@ def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
         ("#SBATCH --nodes=3", "--gpus 3 --gpus-per-node 1"),
         ("#SBATCH -N 3-5", "--gpus 3 --gpus-per-node 1"),
         ("#SBATCH --ntasks=1", "--gpus 1 --gpus-per-node 1"),  # one node, as sbatch would allocate
+        ("#SBATCH -N2", "--gpus 2 --gpus-per-node 1"),
     ],
 )
 def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(

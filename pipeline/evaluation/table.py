@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.evaluation.perplexity import Score
-from pipeline.run_folder.metrics import mean, spread
+from pipeline.run_folder.metrics import mean, readable, spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -27,11 +27,6 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     for text, width in zip(cells[1:], widths[1:], strict=True):
         padded.append(text.rjust(width))
     return "  ".join(padded).rstrip()
-
-
-def readable(perplexity: float) -> str:
-    """A perplexity with two decimals, or in scientific notation if it is very large."""
-    return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def cell(value: float | None, form: str) -> str:

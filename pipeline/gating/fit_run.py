@@ -25,7 +25,7 @@ from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_fo
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, DataError, PreservationError
-from pipeline.evaluation.table import cell, readable, table
+from pipeline.evaluation.table import cell, table
 from pipeline.files.hashes import file_hash
 from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
@@ -43,6 +43,7 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.methods.own_tokens import token_counts
 from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.run_folder.metrics import readable
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5

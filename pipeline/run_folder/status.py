@@ -15,18 +15,35 @@ from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, StageEnd, Training, read_attempts
 from pipeline.run_folder.checkpoint_names import checkpoint_name, newest_checkpoint_step
 from pipeline.run_folder.lock import LockOwner, age_s, living_owner, lock_path
-from pipeline.run_folder.metrics import METRICS, only_numbers, read_metrics
+from pipeline.run_folder.metrics import (
+    METRICS,
+    only_numbers,
+    read_metrics,
+    readable,
+    recent_validations,
+)
 from pipeline.run_folder.slurm_job import SlurmJob, slurm_job
 
 TRAINING = "training.json"
 # Only the end of metrics.jsonl, which may have a million lines, is read.
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
+_TREND = 3
+"""How many validations a trend has, beside the one before the first step."""
 _RESUMES = "it resumes with its job, or by the same command"
 _LAST_STAGE = "evaluate"
 _SAME_COMMAND = "the same command resumes"
 
 State = Literal["running", "waiting", "stopped", "done", "failed", "not started"]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The held-out perplexity of a corpus: before the first step, and at the last validations."""
+
+    corpus: str
+    steps: tuple[int, ...]
+    perplexity: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,7 @@ class RunStatus:
     Attributes:
         why: the reason for the state, for messages.
         stage: the number and the name of the stage of its next step, where it trains in stages.
+        heldout: the trend of each corpus, without a gate; empty before the first validation.
         tokens_per_second: the speed of the last recorded steps, over all GPUs.
         restarts: how many attempts trained, after the first.
         seconds_left: at that speed; for a run that does not train now, from its newest checkpoint.
@@ -49,6 +67,7 @@ class RunStatus:
     stage: str | None
     tokens_seen: int | None
     loss: float | None
+    heldout: tuple[Trend, ...]
     tokens_per_second: float | None
     restarts: int
     skipped_steps: int
@@ -148,6 +167,7 @@ def read_status(folder: Path) -> RunStatus:
         stage=stage,
         tokens_seen=tokens_seen,
         loss=last.get("loss"),
+        heldout=_trends(folder),
         tokens_per_second=tokens_per_second,
         restarts=max(0, trained_attempts - 1),
         skipped_steps=int(last.get("skipped_steps", 0)),
@@ -155,6 +175,22 @@ def read_status(folder: Path) -> RunStatus:
         checkpoint_age_s=checkpoint_age_s,
         seconds_left=seconds_left,
     )
+
+
+def _trends(folder: Path) -> tuple[Trend, ...]:
+    """The trend of every corpus that the last validation has."""
+    records = recent_validations(folder / METRICS, _TREND)
+    trends: list[Trend] = []
+    for corpus in records[-1].figures if records else ():
+        scored = [record for record in records if "perplexity" in record.figures.get(corpus, {})]
+        trends.append(
+            Trend(
+                corpus,
+                tuple(record.step for record in scored),
+                tuple(record.figures[corpus]["perplexity"] for record in scored),
+            )
+        )
+    return tuple(trends)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -294,6 +330,10 @@ def as_text(status: RunStatus) -> str:
         facts["tokens"] = f"{status.tokens_seen:,}"
     if status.loss is not None:
         facts["loss"] = f"{status.loss:.4f}"
+    for trend in status.heldout:
+        shown = " → ".join(map(readable, trend.perplexity))
+        steps = ", ".join(f"{step:,}" for step in trend.steps)
+        facts[trend.corpus] = f"held-out perplexity {shown} at step {steps}"
     if status.tokens_per_second:
         facts["speed"] = f"{status.tokens_per_second:,.0f} tokens/s"
     facts["restarts"] = f"{status.restarts} so far"
@@ -304,7 +344,8 @@ def as_text(status: RunStatus) -> str:
         facts["checkpoint"] = f"{status.checkpoint}, {_duration(status.checkpoint_age_s)} old"
     if status.seconds_left is not None:
         facts["end"] = f"after {_duration(status.seconds_left)} of training"
-    return "\n".join(f"{name:<10}  {text}" for name, text in facts.items())
+    width = max(10, *map(len, facts))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())
 
 
 def as_lines(statuses: Sequence[RunStatus]) -> str:

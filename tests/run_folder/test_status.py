@@ -25,6 +25,7 @@ from pipeline.errors import (
 from pipeline.gating.folder import open_record
 from pipeline.run_folder.attempts import record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
+from pipeline.run_folder.metrics import readable
 from pipeline.run_folder.retry import decide_retry
 from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.slurm_job import slurm_job
@@ -66,6 +67,13 @@ def test_a_stopped_run_waits_and_a_finished_one_is_done(finished):
     assert done.tokens_seen == STEPS * 8 * 32 and done.seconds_left is None
     assert 0 < done.loss < 20 and done.tokens_per_second > 0
     assert not (folder / "training.lock").exists()
+    trends = {trend.corpus: trend for trend in done.heldout}
+    assert sorted(trends) == ["english", "korean"]
+    assert trends["korean"].steps == (0, STEPS)
+    first, last = trends["korean"].perplexity
+    assert 1 < last < first
+    shown = f"held-out perplexity {readable(first)} → {readable(last)} at step 0, {STEPS}"
+    assert f"korean      {shown}" in as_text(done).splitlines()
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_fo
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, DataError, PreservationError
-from pipeline.evaluation.table import cell, table
+from pipeline.evaluation.table import cell, readable, table
 from pipeline.files.hashes import file_hash
 from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
@@ -43,7 +43,6 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.methods.own_tokens import token_counts
 from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.run_folder.metrics import readable
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 MOST_LEFT_OUT = 0.5
@@ -393,7 +392,8 @@ def as_text(record: GateRecord) -> str:
     impossible = max(text.impossible_fraction for text in record.heldout.values())
     facts = (
         f"the gate reads {record.features} before layer {record.layer}; on text not used for "
-        f"fitting: AUC {record.auc:.5f}, {record.closed_fraction_of_new:.2%} of new tokens closed, "
+        f"fitting, without an extended vocabulary's new tokens, which are open: AUC "
+        f"{record.auc:.5f}, {record.closed_fraction_of_new:.2%} of the tokens of new text closed, "
         f"{record.open_fraction_of_negatives:.2%} of other tokens open; "
         f"{record.left_out_of_own_text:.2%} of the self-generated text left out; "
         f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of the tokens of new text; "

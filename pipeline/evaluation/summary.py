@@ -135,8 +135,8 @@ def _notes(config: RunConfig, trained_fraction: float) -> str:
     )
     if config.gate is not None:
         notes += (
-            "\nOpen is the share of tokens that the gate opens. A sample on which it never opens kept "
-            "every logit\nof the base, to the bit. Both are of training's held-out samples."
+            "\nOpen is the share of tokens that the gate opens. A sample on which it never opens "
+            "kept every\nlogit of the base, to the bit. Both are of training's held-out samples."
         )
     if config.vocabulary is not None:
         notes += "\nTwo tokenizers: only bits per byte can be compared."

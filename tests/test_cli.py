@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline import commands
-from pipeline.commands import COMMANDS
+from pipeline.commands import COMMANDS, MODULES
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
 from tests.bases import STORIES
@@ -20,7 +20,7 @@ from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 PROJECT = Path(__file__).parents[1]
-FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
+FILE_NAMES = {command: f"{module}.py" for command, module in MODULES.items()}
 
 
 def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:

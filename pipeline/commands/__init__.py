@@ -1,4 +1,4 @@
-"""The commands of scale-cpt: a module each, of the command's name with `_` for `-`.
+"""The commands of scale-cpt: a module each, of the command's name with `_` for `-` (`MODULES`).
 
 A command's module has a docstring, which is its help, `add_options(parser)`, and
 `main(arguments)`, which returns the exit code, or None for 0. `pipeline.cli` calls them.
@@ -36,6 +36,7 @@ COMMANDS = {
     # Before a run.
     "new": "Makes a folder to work in: configurations, batch scripts, the demo's model and texts.",
     "bases": "Lists which types of models can be a base: native, hosted or refused, and why.",
+    "try": "Goes through every stage of a run's job in 20 steps, in a folder of its own.",
     "estimate": "Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.",
     "tokenizer": "Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.",
     "vocabulary": "Adds tokens for a new language to a base's tokenizer.",
@@ -48,6 +49,11 @@ COMMANDS = {
     "describe-config": "Prints every setting of a run, with type, default and meaning.",
     "completion": "Prints a script with which bash or zsh completes commands and options.",
 }
+
+
+MODULES = {command: command.replace("-", "_") for command in COMMANDS}
+MODULES["try"] = "try_run"  # try is a word of Python
+"""The module of each command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,4 +112,4 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
 
 def load(command: str) -> ModuleType:
     """Imports the module of a command."""
-    return import_module(f"pipeline.commands.{command.replace('-', '_')}")
+    return import_module(f"pipeline.commands.{MODULES[command]}")

@@ -64,7 +64,7 @@ setup(
     packages=find_packages(include=["pipeline", "pipeline.*"]),
     package_data={
         "pipeline": ["py.typed"],
-        "pipeline.cleaning": ["*.yaml"],
+        "pipeline.extensions.cleaning": ["*.yaml"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

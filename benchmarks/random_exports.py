@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pipeline.combination.combine import base_entries
+from pipeline.extensions.combination.combine import base_entries
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig

@@ -30,8 +30,6 @@ from pipeline.checks.input_checks import (
     check_run_folder,
     check_samples,
     check_samples_or_folder,
-    check_sampling_settings,
-    check_self_generated,
     check_start,
     check_tasks,
     check_texts,
@@ -51,11 +49,10 @@ from pipeline.checks.preflight.matrix_products import check_matrix_products
 from pipeline.checks.preflight.memory import check_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import TRANSIENT_FAULT, PreflightError, UserError
+from pipeline.extension import CheckedStage, InputCheck, extensions
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 
-InputCheck: TypeAlias = Callable[[RunInputs], list[UserError] | None]
-"""Raises a UserError, or returns several."""
 RankCheck: TypeAlias = Callable[[Allocation], Finding]
 """Every rank calls it, at the same time as the others."""
 
@@ -76,16 +73,15 @@ _BASE_CHECKS: tuple[InputCheck, ...] = (
 )
 
 # Tokenization takes hours. So it begins with all checks of training that can be made before it.
-TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
+_TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_sampling_settings,
     check_own_rows,
     check_initial_expansion,
 )
 
-TRAIN_CHECKS: tuple[InputCheck, ...] = (
+_TRAIN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
@@ -93,11 +89,10 @@ TRAIN_CHECKS: tuple[InputCheck, ...] = (
 )
 
 # The checks of both stages, as far as they can be made before any stage has run.
-DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
+_DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_sampling_settings,
     check_own_rows,
     check_samples_or_folder,
     check_texts,
@@ -105,8 +100,13 @@ DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     check_run_folder,
     check_initial_expansion,
     check_newest_checkpoint,
-    check_self_generated,
 )
+
+_CORE_CHECKS: dict[CheckedStage, tuple[InputCheck, ...]] = {
+    "tokenize": _TOKENIZE_CHECKS,
+    "train": _TRAIN_CHECKS,
+    "dry run": _DRY_RUN_CHECKS,
+}
 
 PREFLIGHT_CHECKS: tuple[RankCheck, ...] = (
     check_tensor_parallel_all_reduce,
@@ -131,16 +131,23 @@ def check_stage(
         UserError: the first fault that a check finds.
     """
     inputs = RunInputs(config, world_size)
-    checks = TOKENIZE_CHECKS if stage == "tokenize" else TRAIN_CHECKS
-    for check in checks:
+    for check in input_checks(stage):
         check(inputs)
     return inputs
+
+
+def input_checks(stage: CheckedStage) -> list[InputCheck]:
+    """The checks that are made for a stage: the core's, then those of the extensions."""
+    checks = list(_CORE_CHECKS[stage])
+    for extension in extensions():
+        checks += extension.input_checks(stage)
+    return checks
 
 
 def faults_of(inputs: RunInputs) -> list[UserError]:
     """The faults that the checks of a dry run find, each once."""
     faults: dict[str, UserError] = {}
-    for check in DRY_RUN_CHECKS:
+    for check in input_checks("dry run"):
         try:
             found = check(inputs) or []
         except UserError as error:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
-from pipeline.conversion.formats import unsupported_reason
+from pipeline.conversion.formats import unsupported_reasons
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.tokenize.corpus_folder import finished
@@ -26,7 +26,6 @@ from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.run_folder.lock import check_folder
 from pipeline.scale.plan import plan_expansion
-from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
 
 # --- The configuration ----------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
     expansion = None
     if isinstance(config.method, (ScaleMethod, Lora)):
         expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
-    refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+    refused = unsupported_reasons(config.method, expansion, spec, gated=config.gate is not None)
     # Format `auto` is merged where possible, and a merged export has the base's own model_type.
     model_type = ScaleConfig.model_type
     if refused["merged"] is None and config.base.is_dir():
@@ -127,16 +126,6 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
 
 
 # --- Texts and token corpora ----------------------------------------------------------------------
-
-
-def check_sampling_settings(inputs: RunInputs) -> None:
-    """The settings of self-generated text fit the base and its tokenizer."""
-    # A sequence length beyond the base's context is reported by `check_model`.
-    longest = min(inputs.config.data.sequence_length, inputs.spec.max_position_embeddings)
-    for corpus in inputs.config.data.corpora.values():
-        if corpus.sample is not None:
-            max_tokens = corpus.sample.max_tokens or longest
-            check_sampling(corpus.sample, max_tokens, inputs.tokenizer, inputs.spec)
 
 
 def check_texts(inputs: RunInputs) -> list[UserError]:
@@ -173,19 +162,6 @@ def check_own_rows(inputs: RunInputs) -> None:
     is_made = (inputs.config.initial_expansion_folder / EXPANSION_MANIFEST).exists()
     if not is_made:
         check_min_count(inputs.config, spec.vocab_size, tokenizer)
-
-
-def check_self_generated(inputs: RunInputs) -> list[UserError]:
-    """Corpora of self-generated text that were begun are those of the configuration."""
-    if inputs.get_or_none("base") is None or inputs.get_or_none("tokenizer") is None:
-        return []  # Checks of their own report it.
-    faults: list[UserError] = []
-    for job in sampling_jobs(inputs.config):
-        try:
-            finished(job.output, plan_of(job))
-        except UserError as fault:
-            faults.append(fault)
-    return faults
 
 
 def check_samples(inputs: RunInputs) -> None:

@@ -17,7 +17,7 @@ from pipeline.config.checkpoints import CheckpointSettings
 from pipeline.config.data import Data, Role
 from pipeline.config.gate import GateSettings
 from pipeline.config.health import Preflight, WatchdogSettings
-from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMethod
+from pipeline.config.method import FullFineTuning, Lora, Method, ScaleMethod
 from pipeline.config.observers import Metrics, Profile, TrackerSettings
 from pipeline.config.parallel import Parallel
 from pipeline.config.reading import NonNegativeInt, Section, checked
@@ -175,7 +175,7 @@ class RunConfig(Section):
         if self.init_expansion is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
         # These two train the base's own weights: there are no base's logits to compare with.
-        if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
+        if limits.max_kl_from_base is not None and not method.keeps_base:
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
@@ -208,7 +208,7 @@ class RunConfig(Section):
                     f"validation.probe: {probe} is no corpus with a held-out part; set "
                     "heldout_input or heldout_fraction of one"
                 )
-            if isinstance(self.method, (FullFineTuning, Freeze)):
+            if not self.method.keeps_base:
                 raise ValueError(
                     f"validation.probe: method {self.method.name} keeps no base to compare with; "
                     "remove it"

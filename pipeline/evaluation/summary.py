@@ -9,7 +9,7 @@ from typing import Any
 from pipeline import log
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
+from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
@@ -22,6 +22,7 @@ from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, open_record
 from pipeline.gating.open_old_text import warn_of_open_old_text
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"

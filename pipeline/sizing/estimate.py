@@ -17,12 +17,14 @@ from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deeps
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
 from pipeline.log import counted
-from pipeline.methods import build_model, training_method
+from pipeline.methods.build_model import build_model
+from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 from pipeline.sizing.cluster import Cluster
@@ -369,6 +371,7 @@ def open_estimator(
     parallel = config.parallel
     layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
     deepspeed = deepspeed_config_of(config, layout)
+    check_optimizer(config.schedule, deepspeed)
     spec = read_spec(source, config.base_code)
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import zero3_unsupported_reason
-from pipeline.methods import training_method
+from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults

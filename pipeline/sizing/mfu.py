@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.config.run import RunConfig
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops

@@ -35,7 +35,7 @@ from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
 from pipeline.training.early_stop import cooled_rate
-from pipeline.training.engine import Engine, build_model
+from pipeline.training.engine import Engine, build_on_device
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.step_totals import StepSums, StepTotals
@@ -445,7 +445,7 @@ def load_model(
             its shard. The other ranks raise SystemExit.
     """
     started = time.perf_counter()
-    model = build_model(config, inputs.base, inputs.deepspeed_config, groups, device)
+    model = build_on_device(config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
     check_frozen_replicas(model, groups.get_data_parallel_group(), groups.layout.expert_size)
     _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)

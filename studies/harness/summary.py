@@ -12,7 +12,7 @@ from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import table
 from pipeline.files.json_files import write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
-from pipeline.methods import training_method
+from pipeline.methods.registry import training_method
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec

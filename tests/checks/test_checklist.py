@@ -18,7 +18,7 @@ from pipeline.commands import train
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock
@@ -34,12 +34,18 @@ def test_a_dry_run_makes_every_check_of_the_stages():
         input_checks.check_samples: input_checks.check_samples_or_folder,
         input_checks.check_start: input_checks.check_newest_checkpoint,
     }
-    for check in (*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS):
-        assert before_they_exist.get(check, check) in checklist.DRY_RUN_CHECKS, check.__name__
+    for check in (*checklist.input_checks("tokenize"), *checklist.input_checks("train")):
+        assert before_they_exist.get(check, check) in checklist.input_checks("dry run"), (
+            check.__name__
+        )
 
 
 def test_every_check_is_used_and_says_what_it_checks():
-    used = {*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS, *checklist.DRY_RUN_CHECKS}
+    used = {
+        *checklist.input_checks("tokenize"),
+        *checklist.input_checks("train"),
+        *checklist.input_checks("dry run"),
+    }
     for check in (*used, *checklist.PREFLIGHT_CHECKS):
         assert check.__doc__, check.__name__
     for name, function in vars(input_checks).items():

@@ -20,9 +20,9 @@ from pipeline.files.disk_space import held_bytes
 from pipeline.sizing.cluster import Cluster
 from tests.bases import STORIES
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run, tokenize_corpora, train, write_config
 

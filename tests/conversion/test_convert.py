@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import GRANTED, Report, check
 from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError

@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 
-from pipeline.conversion.formats import choose_export
 from pipeline.conversion.model_card import on_stored_scale
 from pipeline.errors import ConversionError
 from pipeline.hf import write as hf_write
@@ -21,6 +20,7 @@ from tests.conversion.exports import (
     METHODS,
     MORE_METHODS,
     assert_exported,
+    choose_export,
     exported,
     loaded_with_base,
     pairs,

@@ -13,9 +13,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.formats import choose_export
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
@@ -30,7 +30,7 @@ from tests.conversion.checkpoints import (
     trained,
     training_decoder,
 )
-from tests.conversion.exports import MORE_METHODS, assert_exported, exported
+from tests.conversion.exports import MORE_METHODS, assert_exported, choose_export, exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding

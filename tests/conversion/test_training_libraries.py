@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
-from pipeline.combination.combine import base_entries
 from pipeline.conversion.model_card import LORA_TARGETS
+from pipeline.extensions.combination.combine import base_entries
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM

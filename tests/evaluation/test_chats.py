@@ -14,8 +14,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation import chats
 from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
 from tests.bases import STORIES
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import chat, write_chats
 
 pytestmark = pytest.mark.full

@@ -27,9 +27,9 @@ from pipeline.model.attention import Documents
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
 from tests.widened import unwidened

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
@@ -20,8 +21,8 @@ from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.gating.test_open_old_text import heldout, record_of
-from tests.self_generated.helpers import copied_stories
 from tests.texts import STORIES_HELDOUT, chat, write_chats
 from tests.training.runs import write_config
 

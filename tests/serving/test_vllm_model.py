@@ -16,7 +16,7 @@ from pipeline.scale_math import NEVER
 from tests.bases import reference
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
-from tests.conversion.test_combined import BASE_TOKENS, export
+from tests.extensions.combination.test_combined import BASE_TOKENS, export
 from tests.gating.gates import random_gate
 from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.tolerances import PARITY, assert_near

@@ -28,8 +28,8 @@ from pipeline.sizing.first_config.texts import measure
 from pipeline.sizing.first_config.wanted import FirstRun
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT, chat, write_chats
 
 pytestmark = pytest.mark.full

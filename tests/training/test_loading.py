@@ -112,17 +112,17 @@ def devices(config):
     host's.
     """
     start_deepspeed()
-    from pipeline import methods
     from pipeline.checks.checklist import check_stage
+    from pipeline.methods.registry import training_method
     from pipeline.parallel.topology import ProcessGroups
-    from pipeline.training.engine import build_model
+    from pipeline.training.engine import build_on_device
 
     inputs = check_stage(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
-    model = build_model(
+    model = build_on_device(
         inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta")
     )
-    methods.training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
+    training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
     return {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
 

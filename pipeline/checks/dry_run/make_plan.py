@@ -21,12 +21,12 @@ from pipeline.config.method import Lora, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import tokens_after, training_stages
 from pipeline.config.stages import proportions
-from pipeline.conversion.formats import describe_formats, unsupported_reason
+from pipeline.conversion.formats import describe_formats, unsupported_reasons
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
 from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import named_trained_parameters
@@ -100,7 +100,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         expansion = None
         if isinstance(config.method, (ScaleMethod, Lora)):
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
-        refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+        refused = unsupported_reasons(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
         figures["formats"] = refused
         rows.append(("serving", describe_serving(config.gate, expansion, spec, refused)))

@@ -134,13 +134,12 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
 
     def _drawn(self, values: Mapping[str, Any], count: int) -> str:
         """The text with the first `count` of the figures."""
-        return str(
-            self.format_meter(
-                **values | {"postfix": "  ".join(self._figures[:count])},
-                counted=_number(self.n, scaled=self.unit_scale),
-                counted_in_all=_number(self.total, scaled=self.unit_scale),
-            )
-        )
+        scaled = bool(self.unit_scale)
+        shown: dict[str, Any] = dict(values)
+        shown["postfix"] = "  ".join(self._figures[:count])
+        shown["counted"] = _number(self.n, scaled=scaled)
+        shown["counted_in_all"] = _number(self.total or 0, scaled=scaled)
+        return str(self.format_meter(**shown))
 
 
 def _number(value: float, *, scaled: bool) -> str:

@@ -16,6 +16,7 @@ VERSION = re.search(
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
 # `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
+SHIPPED_PAGES = ["docs/architectures.md"]  # with the table that scale-cpt bases prints
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -30,6 +31,9 @@ class BuildWithShippedFiles(build_py):
         shutil.rmtree(target, ignore_errors=True)
         for folder in SHIPPED:
             shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        for page in SHIPPED_PAGES:
+            (target / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(page, target / page)
         for pattern in SHIPPED_DATA:
             for file in filter(Path.is_file, Path("examples/data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)

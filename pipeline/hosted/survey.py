@@ -118,10 +118,6 @@ class BaseType:
         return f"| {' | '.join(cells)} |"
 
 
-TABLE_HEAD = "| `model_type` | base | class | blocks, or why it is refused | documents in a row |\n"
-TABLE_HEAD += "|---|---|---|---|---|"
-
-
 def all_types() -> list[str]:
     """Every type with a causal language model, then those with an image-text model only."""
     types = dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -239,8 +239,7 @@ def set_random_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
         torch.nn.init.normal_(parameter, std=0.02)
     for module in model.modules():
         if isinstance(module, ScaleGate):
-            module.weight.data.zero_()[0] = 1
-            module.std.data.fill_(1)
+            module.weight[0] = 1
 
 
 def _makers(sizes: BaseSizes, features: str) -> dict[str, Callable[[], PreTrainedModel]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from pipeline import commands
 from pipeline.commands import all_commands
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
+from studies.__main__ import build_parser as studies_parser
 from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.training.runs import write_config
@@ -22,6 +25,7 @@ from tests.training.runs import write_config
 PROJECT = Path(__file__).parents[1]
 COMMANDS = all_commands()
 FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
+FILE_NAMES["try"] = "try_run.py"  # try is a word of Python
 
 
 def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -146,6 +150,59 @@ def test_a_command_that_cannot_be_is_refused(words, said):
     done = scale_cpt(*words)
     assert done.returncode == CONFIG_ERROR and done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """`parser`, its commands, and theirs."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers_of(command)
+
+
+def list_options() -> list[tuple[argparse.ArgumentParser, argparse.Action]]:
+    """The options of all commands, and of the studies, that take any number of values."""
+    found: list[tuple[argparse.ArgumentParser, argparse.Action]] = []
+    for program in (commands.build_parser(), studies_parser()):
+        for parser in parsers_of(program):
+            for action in parser._actions:
+                if action.option_strings and action.nargs in ("+", "*"):
+                    found.append((parser, action))
+    return found
+
+
+LIST_OPTIONS = list_options()
+
+
+@pytest.mark.parametrize(
+    ("parser", "option"),
+    LIST_OPTIONS,
+    ids=[f"{parser.prog} {option.option_strings[-1]}" for parser, option in LIST_OPTIONS],
+)
+def test_a_list_option_that_is_given_twice_keeps_all_values(parser, option, monkeypatch):
+    # The option alone, so that nothing else is required.
+    monkeypatch.setattr(parser, "_actions", [option])
+    monkeypatch.setattr(parser, "_mutually_exclusive_groups", [])
+    name = option.option_strings[-1]
+    first, second, third = [*(option.choices or ()), "1", "2", "3"][:3]
+
+    def values(*words: str) -> list[object]:
+        return getattr(parser.parse_args([*words]), option.dest)
+
+    at_once = values(name, first, second, third)
+    assert len(at_once) == 3, "the default is replaced"
+    assert values(name, first, name, second, name, third) == at_once
+    assert values(name, first, second, f"{name}={third}") == at_once
+    assert values(name, third) == at_once[2:], "nothing is left of an earlier command line"
+
+
+def test_the_list_options_that_users_meet_are_among_them():
+    names = {f"{parser.prog} {option.option_strings[-1]}" for parser, option in LIST_OPTIONS}
+    for option in ("--new", "--old", "--new-chats", "--old-chats"):
+        assert f"scale-cpt config init {option}" in names
+    for command in ("tokenize --input", "evaluate --data", "vocabulary --corpus"):
+        assert f"scale-cpt {command}" in names, names
 
 
 def test_the_effective_configuration_is_shown(tmp_path):

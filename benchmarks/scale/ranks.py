@@ -44,7 +44,7 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from pipeline.sizing.traffic import GATHER
-from pipeline.training import trainer
+from pipeline.training.base_copies import hash_base
 from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
 RANKS_PER_NODE = 8
@@ -108,7 +108,7 @@ def start(config: RunConfig, ranks: int) -> Row:
         for check in (check_same_files, check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
-        trainer.hash_base(inputs)
+        hash_base(inputs)
         inputs.method.load(build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
         return [*times, time.thread_time()]
 

@@ -24,6 +24,7 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
+    check_own_rows,
     check_parameter_groups,
     check_profile,
     check_run_folder,
@@ -34,6 +35,7 @@ from pipeline.checks.input_checks import (
     check_texts,
     check_tokenizer,
     check_trackers,
+    check_trained_expansion,
 )
 from pipeline.checks.inputs import RunInputs
 from pipeline.checks.preflight.all_reduce import (
@@ -76,13 +78,16 @@ _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
+    check_own_rows,
     check_initial_expansion,
+    check_trained_expansion,
 )
 
 _TRAIN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
+    check_trained_expansion,
     check_start,
 )
 
@@ -91,11 +96,13 @@ _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
+    check_own_rows,
     check_samples_or_folder,
     check_texts,
     check_exported_tokenizer,
     check_run_folder,
     check_initial_expansion,
+    check_trained_expansion,
     check_newest_checkpoint,
 )
 

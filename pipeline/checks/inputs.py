@@ -30,6 +30,7 @@ from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import (
     HeldoutSamples,
     StageSamples,
+    check_predicts,
     load_heldout,
     samples_of_stages,
 )
@@ -199,7 +200,8 @@ class RunInputs:
         fault of its own, corpora of any tokenizer are taken.
 
         Raises:
-            DataError: the corpora end before the run does, or are of another tokenizer.
+            DataError: the corpora end before the run does, are of another tokenizer, or predict
+                nothing.
         """
         config = self.config
         fingerprint = self.get_or_none("tokenizer_fingerprint")
@@ -213,7 +215,9 @@ class RunInputs:
             tokenizer_fingerprint=fingerprint,
             sampled_fingerprint=sampled_fingerprint,
         )
-        return Samples(training, load_heldout(config.data, tokenizer_fingerprint=fingerprint))
+        heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
+        check_predicts(training, heldout, config.validation.max_sequences)
+        return Samples(training, heldout)
 
     @cached_property
     def finished(self) -> bool:

@@ -19,6 +19,7 @@ from pipeline import __version__
 from pipeline.errors import CONFIG_ERROR, ExtensionError, did_you_mean
 from pipeline.extension import Command, extensions
 from pipeline.installation import locate_docs
+from pipeline.list_options import join_repeated_lists
 
 PROGRAM = "scale-cpt"
 
@@ -36,6 +37,7 @@ _CORE_COMMANDS = {
     # Before a run.
     "new": "Makes a folder to work in: configurations, batch scripts, the demo's model and texts.",
     "bases": "Lists which types of models can be a base: native, hosted or refused, and why.",
+    "try": "Goes through every stage of a run's job in 20 steps, in a folder of its own.",
     "estimate": "Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.",
     "tokenizer": "Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.",
     "vocabulary": "Adds tokens for a new language to a base's tokenizer.",
@@ -50,6 +52,10 @@ _CORE_COMMANDS = {
 }
 
 
+_MODULES = {"try": "try_run"}
+"""Modules whose names are not those of their commands: try is a word of Python."""
+
+
 @cache
 def all_commands() -> Mapping[str, Command]:
     """The commands of the core and of the installed extensions, in the order of `--help`.
@@ -60,7 +66,7 @@ def all_commands() -> Mapping[str, Command]:
     commands: dict[str, Command] = {}
     previous = ""
     for name, summary in _CORE_COMMANDS.items():
-        module = f"pipeline.commands.{name.replace('-', '_')}"
+        module = f"pipeline.commands.{_MODULES.get(name, name.replace('-', '_'))}"
         commands[name] = Command(summary, module, after=previous)
         previous = name
     for extension in extensions():
@@ -87,6 +93,10 @@ def _inserted(commands: Mapping[str, Command], name: str, added: Command) -> dic
 
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line: what is wrong, and where help is."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        join_repeated_lists(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(CONFIG_ERROR, f"error: {self.prog}: {message}; see {self.prog} --help\n")

@@ -163,6 +163,8 @@ def _is_given(arguments: argparse.Namespace, option: FormatOption) -> bool:
 
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
+    converted = arguments.checkpoint if config is None else config.folder
+    _logger.info("converting %s: loading the libraries, then the checkpoint", converted)
     # After the arguments and the configuration are checked, so that a mistake is reported at once.
     from pipeline.conversion.convert import (
         TYPES,

@@ -63,8 +63,8 @@ class Schedule(Section):
     learning_rate: PositiveFloat
     """peak learning rate, reached after the warm-up"""
     optimizer: Annotated[str, AfterValidator(_offered)] = "adamw"
-    """optimizer: AdamW for all parameters (adamw), Muon for the matrices within layers and AdamW for
-    all others (muon), or one of an extension; all with learning_rate (docs/methods.md)"""
+    """optimizer: AdamW for all parameters (adamw), Muon for the matrices within layers and AdamW
+    for all others (muon), or one of an extension; all with learning_rate (docs/methods.md)"""
     decay: DecayShape = "linear"
     """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06

@@ -23,6 +23,7 @@ from pipeline.conversion.formats import check_format, check_tp_size
 from pipeline.conversion.model_card import model_card, on_stored_scale
 from pipeline.conversion.probe_texts import MakeProbe
 from pipeline.conversion.request import Conversion
+from pipeline.conversion.written_files import describe_files
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
@@ -30,7 +31,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files.folders import check_replaceable, holds, published_folder
 from pipeline.files.hashes import file_hash
-from pipeline.files.json_files import read_object, write_json
+from pipeline.files.json_files import read_object, with_named_floats, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
@@ -93,7 +94,9 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
         source = heldout_source(config.data, name)
         if source.sample is None and is_text(source.input):
             inputs[name] = source.input
-            keys[name] = keys_of(source, config.tokenizer, config.data.chat_date)
+            keys[name] = keys_of(
+                source, config.tokenizer, config.data.chat_date, config.data.chat_start
+            )
     return inputs, keys
 
 
@@ -134,10 +137,13 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     format = check_format(model, conversion.format)
     _check_options(conversion, model, format)
     conversion = replace(conversion, options=format.settled_options(conversion, model))
-    request = _request(conversion, format)
+    request = _request(conversion, format, model)
     kind = format.kind
     if holds(kind, output) and _is_made_for(request, output / kind.record):
-        return False
+        fault = format.fault_of(output)
+        if fault is None:
+            return False
+        _logger.info("converting again: %s", fault)
     check_replaceable(output, kind, overwrite=conversion.overwrite)
     # Before anything is written: an export of a damaged checkpoint would be a wrong model.
     check = partial(check_file, model.manifest, conversion.checkpoint)
@@ -161,11 +167,12 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     return True
 
 
-def _request(conversion: Conversion, format: ExportFormat) -> dict[str, Any]:
+def _request(conversion: Conversion, format: ExportFormat, model: TrainedModel) -> dict[str, Any]:
     """What identifies a conversion: the hashes of its inputs, its options, and the hashes of the
     code that exports carry.
 
-    An export is made again where any of these changed.
+    An export is made again where any of these changed. The base's weights are those that the
+    checkpoint's manifest names.
     """
     gate_hash = None
     if conversion.gate is not None:
@@ -177,6 +184,7 @@ def _request(conversion: Conversion, format: ExportFormat) -> dict[str, Any]:
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
+        "read_files": dict(format.read_files(model)),
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
@@ -294,8 +302,10 @@ def _write_export(
             "written_format": export.format,
             "written_dtype": dtype_name(dtype),
             **format.record(export),
+            # The card is left out: `scale-cpt evaluate` and the user add to it.
+            "files": describe_files(folder, leaving_out=CARD),
         }
-        write_json(folder / EXPORT.record, written)
+        write_json(folder / EXPORT.record, with_named_floats(written))
     _logger.info("%s", format.describe(report))
     spec = model.base.spec
     is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False

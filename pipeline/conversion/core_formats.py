@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint.manifest import SAME_MODEL
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.conversion.adapter import (
@@ -27,8 +28,9 @@ from pipeline.conversion.model_card import CardSections, base_hub_name
 from pipeline.conversion.request import Conversion
 from pipeline.conversion.scale_export import scale_export
 from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.errors import CheckpointError
 from pipeline.expansion_folder import EXPANSION as EXPANSION_FOLDER
-from pipeline.expansion_folder import write_expansion
+from pipeline.expansion_folder import open_expansion, write_expansion
 from pipeline.hf.write import Export
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of
@@ -148,6 +150,13 @@ class Expansion(ExportFormat):
     ) -> str | None:
         return unwidened_reason(settings, plan)
 
+    def fault_of(self, folder: Path) -> str | None:
+        try:
+            open_expansion(folder).check_files()
+        except CheckpointError as fault:
+            return str(fault)
+        return None
+
     def write(self, conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]) -> None:
         """Writes the added blocks into `conversion.output`."""
         assert isinstance(model.settings, ScaleMethod), "checked"
@@ -160,6 +169,7 @@ class Expansion(ExportFormat):
             "base_architecture": architecture_of(model.base.spec),
             "method": model.settings.of_initial_expansion,
             "seed": run.seed,
+            "trained_as": run.model_dump(include=set(SAME_MODEL)),
             "tokenizer": run.tokenizer_fingerprint,
             "own_tokens": run.own_tokens,
         }

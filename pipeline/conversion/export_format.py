@@ -19,8 +19,12 @@ from pipeline.conversion.model_card import CardSections
 from pipeline.conversion.probe_texts import Probe
 from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import Report, describe, verify
+from pipeline.conversion.written_files import changed_file
 from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.errors import ConversionError
 from pipeline.files.folders import FolderKind
+from pipeline.files.json_files import read_object
+from pipeline.hf.base_files import hashes_of_read_files
 from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import check_export
@@ -72,6 +76,15 @@ class ExportFormat(ABC):
         """
         return {}
 
+    def read_files(self, model: TrainedModel) -> Mapping[str, str]:
+        """The hashes of the files, but for weights, that it takes from the folders of the base and
+        of the tokenizer: the folder is written again where one changed."""
+        return {}
+
+    @abstractmethod
+    def fault_of(self, folder: Path) -> str | None:
+        """What is not as it was written in a folder of this format, as a clause; None: nothing."""
+
 
 class HfFormat(ExportFormat):
     """A folder that transformers loads. It appears once its logits are the trained model's."""
@@ -79,6 +92,14 @@ class HfFormat(ExportFormat):
     def dtype(self, base: BaseFolder) -> torch.dtype:
         """The type of the weights where none is asked for."""
         return computed_dtype(base)
+
+    def read_files(self, model: TrainedModel) -> Mapping[str, str]:
+        return hashes_of_read_files(model.base.path, model.tokenizer)
+
+    def fault_of(self, folder: Path) -> str | None:
+        return changed_file(
+            folder, read_object(folder / EXPORT.record, ConversionError).get("files")
+        )
 
     @abstractmethod
     def contents(self, model: TrainedModel, dtype: torch.dtype, conversion: Conversion) -> Export:

@@ -116,7 +116,8 @@ def _loading(name: str, export: Export, base: str, sections: CardSections) -> st
             "",
             folder,
             f"model = AutoModelForCausalLM.from_pretrained(folder{options})",
-            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            # Without the option it asks whether to trust the code of the model's configuration.
+            f"tokenizer = AutoTokenizer.from_pretrained(folder{options})",
         ]
     code = "\n".join(lines)
     return f"```python\n{code}\n```"

@@ -97,7 +97,8 @@ def kind_windows(
 ) -> KindText:
     """Windows of about `tokens` tokens to fit on, and as many to test with, equally of all kinds.
 
-    Each record is a document. Of a kind, every second record is to test with.
+    Each record is a document. Of a kind, every second record is to test with. Few tokens are
+    exceeded by one record of each kind.
     """
     by_kind: dict[str, list[str]] = {}
     for record in records:
@@ -112,7 +113,9 @@ def kind_windows(
         part = turn % 2
         # In a new order each time: a small number of tokens is not always that of the same kinds.
         for kind in random.permutation(len(names)):
-            if turn < len(orders[kind]) and left[part] > 0:
+            # At least one text of each kind: what is missing is a language on which it opens.
+            is_wanted = turn < 2 or left[part] > 0
+            if turn < len(orders[kind]) and is_wanted:
                 text = by_kind[names[kind]][orders[kind][turn]]
                 ids = ids_of(tokenizer, text)
                 documents[part].append([Piece(ids, int(kind))])

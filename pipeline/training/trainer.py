@@ -20,17 +20,16 @@ from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
-from pipeline.files.hashes import file_hash
 from pipeline.health.liveness import Phases
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
-    all_gathered,
     raise_on_all_ranks,
     run_on_all_ranks,
     warn_on_rank0,
 )
 from pipeline.parallel.replicas import check_frozen_replicas
 from pipeline.parallel.topology import ProcessGroups
+from pipeline.training.base_copies import hash_base
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
@@ -283,6 +282,7 @@ class Trainer:
         It changes the weights if the gradient is finite.
         """
         sums = StepSums(self.device)
+        self.engine.model.equals_base = index == 0 and self.inputs.starts_at_base
         batches = self.batches.of_step(index - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:
@@ -406,29 +406,6 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 
 `pipeline.observers.make_observers` makes those of the configuration.
 """
-
-
-def hash_base(inputs: RunInputs) -> None:
-    """Hashes the files of the base and of the initial expansion, divided among the ranks.
-
-    Every rank must call it; all get the hashes of all files of the base.
-
-    Raises:
-        CheckpointError: a file of the expansion has changed since it was written.
-    """
-    base = inputs.base
-    share = slice(dist.get_rank(), None, dist.get_world_size())
-
-    def hash_share() -> dict[str, str]:
-        expansion = inputs.method.expansion
-        if expansion is not None:
-            expansion.check_files(share)
-        return {file.name: file_hash(file) for file in base.files[share]}
-
-    hashes: dict[str, str] = {}
-    for part in all_gathered(run_on_all_ranks(hash_share)):
-        hashes.update(part)
-    base.set_known_hashes(hashes)
 
 
 def load_model(

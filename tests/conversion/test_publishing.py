@@ -26,7 +26,7 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale, without_this_project
 from tests.distributed import run_ranks
 from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
@@ -101,6 +101,27 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
     for name in ("tokenizer.json", "generation_config.json"):
         assert kept[name] == (STORIES / name).read_bytes()
+
+
+@pytest.mark.parametrize("format", METHODS)
+def test_the_code_of_the_card_runs_and_asks_nothing(format, exports, tmp_path):
+    card = (exports[format] / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    asked = tmp_path / "asked"
+    # transformers goes on when nobody answers: an exception would not be seen.
+    program = (
+        "import builtins, pathlib, sys\n"
+        f"builtins.input = lambda text: pathlib.Path({str(asked)!r}).write_text(text) and 'n'\n"
+        f"{code.replace(chr(34) + 'test' + chr(34), 'sys.argv[1]')}"
+        "print(type(model).__name__, len(tokenizer('Once upon a time').input_ids))\n"
+    )
+    assert "sys.argv[1]" in program
+    done = without_this_project(program, exports[format], tmp_path)
+    assert (
+        done.stdout.split()[0]
+        == {"merged": "LlamaForCausalLM", "scale": "ScaleForCausalLM"}[format]
+    )
+    assert not asked.exists()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
     for name, tensor in gate.tensors.items():
         assert stored[f"token_gate.{name}"].dtype == torch.float32
         assert torch.equal(stored[f"token_gate.{name}"], tensor)
-        assert torch.equal(loaded.token_gate.get_parameter(name), tensor)
+        assert torch.equal(loaded.token_gate.get_buffer(name), tensor)
     table = loaded.token_gate.is_open_id
     assert len(table) == model.base.spec.vocab_size
     assert table.nonzero().flatten().tolist() == [3, 11]

@@ -78,16 +78,16 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     largest shard of a tensor; all in bytes."""
     start_deepspeed()
     from pipeline.checks.inputs import RunInputs
-    from pipeline.training import trainer
+    from pipeline.training import base_copies, trainer
 
     config = load_config(path)
     inputs = RunInputs(config, dist.get_world_size())
     layout = inputs.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
-    trainer.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
+    base_copies.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     base = inputs.base
-    trainer.hash_base(inputs)
+    base_copies.hash_base(inputs)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
 import numpy.typing as npt
-import orjson
 from datatrove.data import Document
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
@@ -23,19 +23,20 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from pipeline.data.sources.object_stores import InputPath
-from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Keys, Rejected
-from pipeline.data.sources.streams import open_stream, text_length
 from pipeline.data.tokenize.units import Unit, unit_records
-from pipeline.errors import DataError, MissingPackageError, faults_of_library
+from pipeline.errors import MissingPackageError
+from pipeline.extensions.cleaning.personal_data import without_personal
 from pipeline.extensions.cleaning.text import (
     whole_text,
     with_fixed_encoding,
     without_boilerplate_lines,
-    without_personal,
 )
 
+READ_BYTES = "bytes"
+"""Counts the text of usable records, in the statistics of `Records`."""
+LOST_BYTES = "lost bytes of "
+"""Counts that of rejected ones, each file's by its name behind this."""
 _SHORT = "short"
 """Names the index of questions with fewer words than are looked for in a row."""
 
@@ -74,7 +75,9 @@ class Records(PipelineStep):
                 self.stat_update("total")
                 if isinstance(record, Rejected):
                     self.stat_update("dropped", f"dropped_{record.reason}")
+                    self.stat_update(f"{LOST_BYTES}{unit.path}", value=record.lost_bytes)
                 else:
+                    self.stat_update(READ_BYTES, value=record.utf8_bytes)
                     yield Document(record.text, f"{unit.name}-{number}")
 
 
@@ -188,10 +191,10 @@ class Contamination(NGramsDecontFilter):
         self._short_lengths = sorted(lengths)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        found = super().filter(doc)
+        found = self._filter_composed(doc)
         if found is not True or not self._short_lengths:
             return found
-        words = self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+        words = composed_words(self, doc.text)
         for length in self._short_lengths:
             for words_in_a_row in map(" ".join, ngrams(words, length)):
                 name = self._index_hashes.get(self.hash_func(words_in_a_row), "")
@@ -200,38 +203,22 @@ class Contamination(NGramsDecontFilter):
                     return False, "contaminated"
         return found
 
-
-def benchmark_lines(files: Sequence[InputPath], *_: object) -> Iterator[Document]:
-    """The lines of JSONL files, whatever their keys are: these do no harm among the words.
-
-    `whole`, in the metadata: the questions of a line, and all that it says without its keys.
-    """
-    for file in files:
-        lines = text_records(open_stream(file), "text", 0, text_length(file)[0], Keys())
-        for line in lines:
-            if isinstance(line, Rejected):
-                continue
-            fault = f"{file}: a benchmark is JSONL, found {line.text[:60]!r}"
-            with faults_of_library(fault, DataError):
-                value = orjson.loads(line.text)
-            strings = list(_strings_in(value))
-            # Questions, and the whole line: these may have fewer words than are looked for.
-            whole = [string for string in strings if string.rstrip().endswith("?")]
-            whole.append(" ".join(strings))
-            text = orjson.dumps(value).decode().replace("\\n", " ")
-            yield Document(text, str(file), metadata={"whole": whole})
+    def _filter_composed(self, doc: Document) -> bool | tuple[bool, str]:
+        """What datatrove finds in the text in NFC, as the index has its words."""
+        given = doc.text
+        doc.text = unicodedata.normalize("NFC", given)
+        found: bool | tuple[bool, str] = super().filter(doc)
+        doc.text = given
+        return found
 
 
-def _strings_in(value: object) -> Iterator[str]:
-    """The strings in a value of JSON, without keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _strings_in(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _strings_in(one)
+def composed_words(within: NGramsDecontFilter, text: str) -> list[str]:
+    """The words of a text as an index has them: in NFC, without case and punctuation."""
+    composed = unicodedata.normalize("NFC", text)
+    words: list[str] = within.tokenizer.word_tokenize(
+        simplify_text(composed, within.config.norm_config)
+    )
+    return words
 
 
 def index_words(
@@ -242,15 +229,14 @@ def index_words(
     The block that datatrove has for this reads tasks of lighteval alone.
     """
     config = within.config
-    split = within.tokenizer.word_tokenize
     # Hashes by the name of the index that gets them.
     hashes: dict[str, set[int]] = {source: set()}
     for doc in data:
-        words = split(simplify_text(doc.text, config.norm_config))
+        words = composed_words(within, doc.text)
         for words_in_a_row in ngrams(words, config.n_grams):
             hashes[source].add(within.hash_func(" ".join(words_in_a_row)))
         for whole in doc.metadata.get("whole", ()):
-            words = split(simplify_text(whole, config.norm_config))
+            words = composed_words(within, whole)
             # A question of fewer words than half would be found in many texts by chance.
             if config.n_grams // 2 <= len(words) < config.n_grams:
                 of_length = hashes.setdefault(f"{_SHORT}{len(words)}-{source}", set())

@@ -26,7 +26,8 @@ from pydantic import BaseModel
 
 from pipeline import log
 from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
-from pipeline.data.sources.object_stores import InputPath
+from pipeline.data.sources.file_state import FileState, check_all_unchanged, state_of
+from pipeline.data.sources.object_stores import InputPath, input_path
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import text_keys_of
 from pipeline.data.tokenize.documents import sampled_documents
@@ -34,9 +35,11 @@ from pipeline.data.tokenize.input_files import input_files, named_files
 from pipeline.data.tokenize.queue import warn_of_repeats
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
+from pipeline.extensions.cleaning.blocks import LOST_BYTES, READ_BYTES
 from pipeline.extensions.cleaning.stages import DROPPED, CleaningJob, CleaningStage, stages_of
 from pipeline.files.folders import FolderKind, check_replaceable, replace_directory
 from pipeline.files.json_files import read_record, write_record
+from pipeline.files.threads import in_threads
 
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
@@ -47,16 +50,24 @@ _PRELOAD = "pipeline.extensions.cleaning.stages"
 _LEAST_SAMPLE = 2**20
 _SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "normalize"}
 """The settings of a corpus that decide what is left of it."""
+# A larger share of the text in rejected records is said, with so many files.
+_LOST_SHARE = 0.01
+_MOST_NAMED = 5
+_logger = log.get_logger(__name__)
 # datatrove's bars and lines of a task, which would mix with ours.
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 
 
 class CleaningPlan(BaseModel):
-    """What cleaning is begun for: settings of the corpus, and the sizes of all its input files."""
+    """What cleaning is begun for: settings of the corpus, and the sizes of all its input files.
+
+    `states`: these files as the job found them; none in a plan of an earlier version.
+    """
 
     format: Literal["scale-cpt cleaned text 1"] = _FORMAT
     settings: dict[str, Any]
     files: dict[str, int]
+    states: dict[str, FileState] = {}
 
 
 class CleanedText(CleaningPlan):
@@ -139,7 +150,6 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     """
     check_replaceable(job.output, _CLEANED)
     check_replaceable(job.work, FolderKind("unfinished cleaning", _PLAN, _FORMAT))
-    stages = stages_of(job)
     plan = _plan_of(job)
     manifest = job.output / "manifest.json"
     if manifest.exists():
@@ -148,11 +158,17 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
         shutil.rmtree(job.work, ignore_errors=True)
         return read_record(manifest, CleanedText, DataError)
     if (job.work / _PLAN).exists():
-        _check_plan(job.work / _PLAN, plan)
+        plan = _check_plan(job.work / _PLAN, plan)
+    else:
+        plan = _with_states(plan)
+    stages = stages_of(job, plan.states)
     job.work.mkdir(parents=True, exist_ok=True)
     write_record(job.work / _PLAN, plan)
     for stage in stages:
         _run(job, stage, workers)
+    # Also what is read once, as benchmarks are.
+    check_all_unchanged(plan.states.items())
+    _warn_of_lost(job, stages[0])
     cleaned = CleanedText(**plan.model_dump(), steps=_counts(job, stages))
     if not cleaned.documents:
         raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
@@ -163,11 +179,31 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     return cleaned
 
 
-def _check_plan(file: Path, plan: CleaningPlan) -> None:
-    """Raises DataError where the manifest or the plan in `file` is of another plan."""
-    if read_record(file, CleaningPlan, DataError) != plan:
+def _check_plan(file: Path, plan: CleaningPlan) -> CleaningPlan:
+    """The plan in `file`, or in that manifest, which is to be `plan`.
+
+    Raises:
+        DataError: it is another one, or an input changed.
+    """
+    found = read_record(file, CleaningPlan, DataError)
+    if found.model_copy(update={"states": {}}) != plan:
         advice = "set them back, or remove the folder to clean again"
         raise DataError(f"{file.parent}: was made with other settings or inputs; {advice}")
+    try:
+        check_all_unchanged(found.states.items())
+    except DataError as fault:
+        raise DataError(f"{file.parent}: was made with other inputs: {fault}") from None
+    return found
+
+
+def _with_states(plan: CleaningPlan) -> CleaningPlan:
+    """The plan with its files as they are now."""
+    files = [input_path(name) for name in plan.files]
+    states: dict[str, FileState] = {}
+    # In threads, because hashing a file is reading it.
+    for name, state in zip(plan.files, in_threads(state_of, files), strict=True):
+        states[name] = state
+    return plan.model_copy(update={"states": states})
 
 
 def table(steps: Mapping[str, Mapping[str, int]]) -> str:
@@ -250,10 +286,11 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
     Returns the id of the last.
     """
     check_replaceable(job.work, None)
+    plan = _with_states(_plan_of(job))
     job.work.mkdir(parents=True)
-    write_record(job.work / _PLAN, _plan_of(job))
+    write_record(job.work / _PLAN, plan)
     last: Any = None
-    for stage in stages_of(job):
+    for stage in stages_of(job, plan.states):
         executor = _Arrays(
             stage.blocks,
             stage.tasks,
@@ -284,7 +321,8 @@ def _plan_of(job: CleaningJob) -> CleaningPlan:
         # Text that an earlier version cleaned has none of them.
         if settings[name] is None:
             del settings[name]
-    return CleaningPlan(settings=settings, files={str(file): file.stat().st_size for file in files})
+    sizes = {str(file): int(file.stat().st_size) for file in files}
+    return CleaningPlan(settings=settings, files=sizes)
 
 
 def _run(job: CleaningJob, stage: CleaningStage, workers: int) -> None:
@@ -379,6 +417,36 @@ def _fault_of(executor: bytes, task: str) -> str:
     return ""
 
 
+def _warn_of_lost(job: CleaningJob, first: CleaningStage) -> None:
+    """Names the files of which rejected records hold more than a small share of the text.
+
+    Few records may be most of a corpus, as one that is too large is, and their number is small.
+    """
+    read = 0
+    lost: Counter[str] = Counter()
+    for stats in _statistics(job, first):
+        if stats["name"] != "records":
+            continue
+        for name, value in stats["stats"].items():
+            total = int(value["total"] if isinstance(value, dict) else value)
+            if name == READ_BYTES:
+                read += total
+            elif name.startswith(LOST_BYTES):
+                lost[name.removeprefix(LOST_BYTES)] += total
+    share = lost.total() / max(1, read + lost.total())
+    if share <= _LOST_SHARE:
+        return
+    for file, size in lost.most_common(_MOST_NAMED):
+        message = "%s: %s: %d bytes of text are in records that were rejected (%.1f %% of all are)"
+        _logger.warning(message, job.output, file, size, 100 * share)
+
+
+def _statistics(job: CleaningJob, stage: CleaningStage) -> Iterator[dict[str, Any]]:
+    """What datatrove counted in each block of each task of a stage."""
+    for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):
+        yield from orjson.loads(file.read_bytes())
+
+
 def _counts(job: CleaningJob, stages: list[CleaningStage]) -> dict[str, dict[str, int]]:
     """What each step counted in all tasks: see `CleanedText.steps`.
 
@@ -386,16 +454,13 @@ def _counts(job: CleaningJob, stages: list[CleaningStage]) -> dict[str, dict[str
     """
     counts: dict[str, Counter[str]] = {}
     for stage in stages:
-        for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):
-            for block in orjson.loads(file.read_bytes()):
-                if " - " in block["name"]:
-                    # datatrove's own name: a block that is no step.
+        for block in _statistics(job, stage):
+            if " - " in block["name"]:
+                # datatrove's own name: a block that is no step.
+                continue
+            for name, value in block["stats"].items():
+                if name not in ("total", "dropped", "changed") and not name.startswith("dropped_"):
                     continue
-                for name, value in block["stats"].items():
-                    if name not in ("total", "dropped", "changed") and not name.startswith(
-                        "dropped_"
-                    ):
-                        continue
-                    total = value["total"] if isinstance(value, dict) else value
-                    counts.setdefault(block["name"], Counter())[name] += int(total)
+                total = value["total"] if isinstance(value, dict) else value
+                counts.setdefault(block["name"], Counter())[name] += int(total)
     return {name: dict(sorted(found.items())) for name, found in counts.items()}

@@ -13,8 +13,8 @@ is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +36,14 @@ from datatrove.utils.text import TextNormConfig
 
 from pipeline import log
 from pipeline.config.data import Corpus, Data
+from pipeline.data.sources.file_state import FileState
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
 from pipeline.data.tokenize.input_files import input_files, named_files
 from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
+from pipeline.extensions.cleaning.benchmarks import benchmark_documents
 from pipeline.extensions.cleaning.blocks import (
     CleanedShard,
     Contamination,
@@ -49,7 +51,6 @@ from pipeline.extensions.cleaning.blocks import (
     Records,
     Signatures,
     Words,
-    benchmark_lines,
     fix_encoding,
     in_language,
     index_words,
@@ -124,8 +125,8 @@ def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
             before.append(name)
 
 
-def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
-    """The units of the inputs of `corpora`.
+def units_of(corpora: Sequence[Corpus], states: Mapping[str, FileState]) -> list[tuple[Unit, Keys]]:
+    """The units of the inputs of `corpora`, whose files are to stay as in `states`.
 
     A file that is not UTF-8 is read in the encoding that it likely has.
     """
@@ -140,7 +141,7 @@ def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
                 _logger.info("%s: read as %s", path, encoding)
             keys = text_keys_of(corpus)._replace(encoding=encoding)
             for unit in split_file(path, len(units), keys, size):
-                units.append((unit, keys))
+                units.append((replace(unit, state=states.get(str(path))), keys))
     return units
 
 
@@ -187,15 +188,18 @@ class _Steps:
         return self.step(name, block, exclusion_writer=writer, **arguments)
 
 
-def stages_of(job: CleaningJob) -> list[CleaningStage]:
-    """The stages of a job; the counts of a block are kept under the name of its step."""
+def stages_of(job: CleaningJob, states: Mapping[str, FileState]) -> list[CleaningStage]:
+    """The stages of a job, whose inputs are in `states` as it found them.
+
+    The counts of a block are kept under the name of its step.
+    """
     settings = job.corpus.clean
     assert settings is not None, "the corpus is to be cleaned"
     file = Path(__file__).with_name(f"{settings.language}.yaml")
     rules: dict[str, Any] = yaml.safe_load(file.read_text())
     steps = _Steps(job, settings.skip)
-    units = units_of([job.corpus])
-    heldout = units_of(job.heldout)
+    units = units_of([job.corpus], states)
+    heldout = units_of(job.heldout, states)
     tasks = min(len(units), _MOST_TASKS)
 
     finds_copies = "duplicates" not in settings.skip
@@ -206,7 +210,7 @@ def stages_of(job: CleaningJob) -> list[CleaningStage]:
     stages = [CleaningStage("filter", tasks, first, filtered)]
     last: list[Block] = [CleanedShard(str(job.work / "filtered"))]
     if finds_copies:
-        known = [*heldout, *units_of(job.others)]
+        known = [*heldout, *units_of(job.others, states)]
         stages += _stages_of_copies(job, known)
         copies = str(job.work / "copies")
         last += steps.dropping("duplicates", MinhashDedupFilter, input_folder=copies)
@@ -291,7 +295,7 @@ def _stages_of_words(
 ) -> list[CleaningStage]:
     """The stages that index words in a row of benchmarks and held-out files, for `within`."""
     add = partial(index_words, within)
-    lines: list[Block] = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
+    lines: list[Block] = [partial(benchmark_documents, benchmarks), partial(add, "benchmarks")]
     stages = [CleaningStage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"])]
     if heldout:
         adding = partial(add, "heldout")

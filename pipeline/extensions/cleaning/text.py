@@ -1,4 +1,4 @@
-"""What cleaning does to a text: encoding, boilerplate, and personal data."""
+"""What cleaning does to a text: encoding and boilerplate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Callable
 
 from datatrove.pipeline.formatters import FTFYFormatter
-from datatrove.pipeline.formatters.pii import public_ip_validator
 
 _HANGUL = re.compile("[가-힣]")
 _LATIN_1 = re.compile("[\x80-\xff]")
@@ -115,82 +114,6 @@ def _is_boilerplate(line: str) -> bool:
     words = _WORD.findall(_MARK.sub(" ", line))
     own = [word for word in words if not _FILLER.fullmatch(word)]
     return len(own) < _LEAST_OWN_WORDS
-
-
-# --- Personal data ---
-
-# Personal data is looked for in a text of the same length, with one spelling of digits, dashes,
-# full stops and signs.
-_SPELLINGS = {
-    **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
-    **dict.fromkeys("‐‑‒–—―−－﹣", "-"),
-    **dict.fromkeys("．․", "."),
-    **dict.fromkeys("（", "("),
-    **dict.fromkeys("）", ")"),
-    **dict.fromkeys("\u3000\xa0\u2009", " "),
-    "＠": "@",
-    "＋": "+",
-}
-_ONE_SPELLING = str.maketrans(_SPELLINGS)
-_BIRTH = r"\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
-_MOBILE = r"(?:\+82[-. ]?|0)1[016789][-. ]?\d{3,4}[-. ]?\d{4}"
-_LANDLINE = r"(?:\+82[-. ]?|0)(?:2|[3-6]\d|70)[-.) ]{1,2}\d{3,4}[-. ]\d{4}"
-# A number is no part of a longer one, of a decimal fraction, of a version or of the number of a
-# clause.
-_NOT_BEHIND = r"(?<![\d-])(?<!\d\.)"
-_NOT_BEFORE = r"(?![\d-]|\.\d)"
-_REGISTRATION = re.compile(rf"{_NOT_BEHIND}{_BIRTH}(?:\s?-\s?)?[1-8]\d{{6}}{_NOT_BEFORE}")
-_PHONE = re.compile(rf"{_NOT_BEHIND}(?:{_MOBILE}|{_LANDLINE}){_NOT_BEFORE}")
-_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_ADDRESS = re.compile(rf"{_NOT_BEHIND}(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\d-]|\.\d)", re.ASCII)
-_NUMBERED = re.compile(
-    r"(?i)(?:\bv(?:er(?:sion)?)?\.?|버전|판|제|릴리스|release|clause|section|§|조)\s*$"
-)
-_NUMBERED_BEHIND = re.compile(r"\s?(?:조|항|절|호|장|버전|판|version)")
-_LOCAL = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*"
-_LABEL = r"[A-Za-z0-9가-힣](?:[A-Za-z0-9가-힣-]*[A-Za-z0-9가-힣])?"
-_MAIL = re.compile(
-    rf"(?<![A-Za-z0-9._%+-])(?:{_LOCAL}|(?<![가-힣])[가-힣][가-힣0-9._-]*)@"
-    rf"(?:(?:{_LABEL}\.)+(?:한국|[A-Za-z]{{2,}})|\[(?:\d{{1,3}}\.){{3}}\d{{1,3}}\])"
-)
-
-
-def without_personal(text: str) -> str:
-    """A text with mail and public IP addresses, Korea's phone and registration numbers replaced."""
-    # Addresses before numbers: a mail address may hold what looks like a phone number.
-    text = _replaced(text, _MAIL, "email@example.com")
-    text = _replaced(text, _ADDRESS, "192.0.2.1", _is_public_address)
-    text = _replaced(text, _REGISTRATION, "000000-0000000")
-    return _replaced(text, _PHONE, "010-0000-0000")
-
-
-def _replaced(
-    text: str,
-    pattern: re.Pattern[str],
-    replacement: str,
-    is_meant: Callable[[re.Match[str]], bool] | None = None,
-) -> str:
-    """The text with what the pattern finds replaced, however its digits and signs are spelled."""
-    parts: list[str] = []
-    position = 0
-    # The table replaces a character by one character, so that positions are the same in both texts.
-    for found in pattern.finditer(text.translate(_ONE_SPELLING)):
-        if is_meant is None or is_meant(found):
-            parts += [text[position : found.start()], replacement]
-            position = found.end()
-    parts.append(text[position:])
-    return "".join(parts)
-
-
-def _is_public_address(found: re.Match[str]) -> bool:
-    """Whether four numbers are a public address, and not a version or the number of a clause."""
-    before = found.string[: found.start()][-12:]
-    behind = found.string[found.end() :][:8]
-    digits = sorted(map(len, found.group().split(".")))
-    # Clauses and versions count from one, and so have few digits.
-    is_long = digits[-1] == 3 or digits[-2] == 2
-    is_numbered = _NUMBERED.search(before) or _NUMBERED_BEHIND.match(behind)
-    return bool(is_long and not is_numbered and public_ip_validator(found.group()))
 
 
 def whole_text(text: str) -> str:

@@ -6,7 +6,7 @@ base.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -118,6 +118,11 @@ class ExpansionExport:
         for name in _NEW_ROWS:
             own[name] = _rows(own[name], 0, self.base_rows)
         return own
+
+    @property
+    def gate(self) -> dict[str, PlannedTensor]:
+        """The tensors of its gate, by name."""
+        return {one.name: one for one in self.expansion if one.name.startswith("token_gate.")}
 
     @cached_property
     def expansion(self) -> list[PlannedTensor]:
@@ -289,6 +294,40 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
             _logger.info("%s: verifying that the folder computes what its export does", name)
             _verify(partial, name, export)
     _logger.info("%s: verified %s", folder, ", ".join(runs))
+    for names in _equal_gates(exports):
+        _logger.warning("%s: %s", folder, _on_equal_gates(names))
+
+
+def _equal_gates(exports: Mapping[str, ExpansionExport]) -> list[list[str]]:
+    """The names of expansions whose gates decide alike for all text, sorted, each group once."""
+    groups: list[list[str]] = []
+    for name in sorted(exports):
+        for group in groups:
+            if _have_equal_gates(exports[group[0]], exports[name]):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return [group for group in groups if len(group) > 1]
+
+
+def _have_equal_gates(one: ExpansionExport, other: ExpansionExport) -> bool:
+    """Whether two gates, with their settings, are the same to the bit."""
+    for key in one.config.keys() | other.config.keys():
+        if key.startswith("gate_") and one.config.get(key) != other.config.get(key):
+            return False
+    if one.gate.keys() != other.gate.keys():
+        return False
+    return all(torch.equal(one.gate[key].make(), other.gate[key].make()) for key in one.gate)
+
+
+def _on_equal_gates(names: Sequence[str]) -> str:
+    """What a user should know of expansions whose gates are equal."""
+    return (
+        f"{', '.join(names[:-1])} and {names[-1]} have equal gates: where all of them are active, "
+        f"{names[0]} is used alone, as the first by name; choose with `active`, or fit the gates "
+        "on different texts"
+    )
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -406,6 +445,9 @@ def _card(folder: Path, title: str, exports: Mapping[str, ExpansionExport]) -> s
         tokens_seen = export.record["position"]["tokens_seen"]
         rows.append((name, method, parameters, export.new_tokens, tokens_seen))
     names = list(exports)
+    on_gates = ""
+    for equal in _equal_gates(exports):
+        on_gates += f"\nOf the expansions, {_on_equal_gates(equal)}.\n"
     return f"""---
 {front_matter.to_yaml()}
 ---
@@ -431,7 +473,7 @@ model.generate(**text, active=active, max_new_tokens=50)
 
 A gate tells its texts from what the base wrote, not from those of other expansions. Where domains
 look alike, as Korean statutes and Korean film reviews, choose the expansion with `active`.
-
+{on_gates}
 {markdown_table(("expansion", "method", "parameters", "new tokens", "trained on tokens"), rows)}
 """
 

@@ -11,7 +11,7 @@ from pipeline.extensions.self_generated.corpus import check_sampling, plan_of, s
 def check_sampling_settings(inputs: RunInputs) -> None:
     """The settings of self-generated text fit the base and its tokenizer."""
     # A sequence length beyond the base's context is reported by `check_model`.
-    longest = min(inputs.config.data.sequence_length, inputs.spec.max_position_embeddings)
+    longest = min(inputs.config.data.sequence_length, inputs.spec.longest_document)
     for corpus in inputs.config.data.corpora.values():
         if corpus.sample is not None:
             max_tokens = corpus.sample.max_tokens or longest

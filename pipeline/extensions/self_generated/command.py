@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pipeline import log
 from pipeline.command_line import (
     add_chat_date_option,
+    add_chat_start_option,
     add_run,
     add_share_option,
     add_text_key_option,
@@ -83,6 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the prompts are a user's messages, framed by the chat template",
     )
     add_chat_date_option(group)
+    add_chat_start_option(group)
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -151,4 +153,5 @@ def _given_job(arguments: argparse.Namespace, sampling: Sampling) -> SamplingJob
         arguments.text_key,
         arguments.batch_size,
         chat_date=arguments.chat_date,
+        chat_start=arguments.chat_start,
     )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.config.data import CHAT_DATE, Sampling
+from pipeline.config.data import CHAT_DATE, ChatStart, Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.indexed_dataset import (
     FileContent,
@@ -85,7 +85,7 @@ class SamplingJob:
     """Everything that decides what the base in `base` writes into `output`.
 
     `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date`
-    is what a chat template is told is today.
+    is what a chat template is told is today, `chat_start` what a chat begins with.
     """
 
     base: Path
@@ -96,6 +96,7 @@ class SamplingJob:
     batch_size: int | None = None
     messages_key: str | None = None
     chat_date: date = CHAT_DATE
+    chat_start: ChatStart = "template"
 
     @property
     def prompts(self) -> Path:
@@ -109,7 +110,14 @@ class SamplingJob:
         if not (self.messages_key or sampling.chat_template):
             return None
         systems = tuple(sampling.system_prompts)
-        return chat_template(self.base, sampling.thinking, systems, sampling.seed, self.chat_date)
+        return chat_template(
+            self.base,
+            sampling.thinking,
+            systems,
+            sampling.seed,
+            self.chat_date,
+            start=self.chat_start,
+        )
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
@@ -125,6 +133,7 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
                 batch_size=batch_size,
                 messages_key=corpus.messages_key,
                 chat_date=config.data.chat_date,
+                chat_start=config.data.chat_start,
             )
 
 
@@ -138,7 +147,7 @@ def check_sampling(
     """
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.prompt_tokens or 0) + 1
-    most = spec.max_position_embeddings
+    most = spec.longest_document
     if not least <= max_tokens <= most:
         raise ConfigError(
             f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's "
@@ -346,14 +355,8 @@ def _without_end_before(document: npt.NDArray[Any], tokenizer: Tokenizer) -> npt
 
 
 def _text_of(document: npt.NDArray[Any], tokenizer: Tokenizer) -> str:
-    """The text of a document, without what precedes and ends it.
-
-    A chat template may begin it otherwise.
-    """
-    start = tokenizer.document_start
-    has_start = tuple(document[: len(start)].tolist()) == start
-    first = len(start) if has_start else 0
-    return tokenizer.decode(document[first : len(document) - len(tokenizer.document_end)])
+    """The text of a document, without what precedes and ends it."""
+    return tokenizer.decode(tokenizer.without_frame(document))
 
 
 # Once in each worker, for all its units.

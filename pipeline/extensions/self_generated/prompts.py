@@ -90,8 +90,8 @@ def _prompt_ids(
     """
     if document.prompt is not None:
         # A chat, framed up to where the answer begins.
-        framed = ids_of(tokenizer, document.prompt, control=document.has_control)
-        return np.concatenate([tokenizer.document_start, framed])
+        asked = (document.start or "") + document.prompt
+        return np.array(ids_of(tokenizer, asked, control=document.has_control))
     if template is not None:
         question = template.opened([{"role": "user", "content": document.text}])
         return tokenizer.reference.encode([question]).ids

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import shutil
+import unicodedata
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from pipeline.config.data import Corpus
 from pipeline.data.tokenize.corpora import source_of
 from pipeline.data.tokenize.input_files import input_files
+from pipeline.errors import DataError
+from pipeline.extensions.cleaning import clean as module
 from pipeline.extensions.cleaning.clean import clean, examples
+from pipeline.extensions.cleaning.personal_data import without_personal
 from pipeline.extensions.cleaning.stages import CleaningJob
-from pipeline.extensions.cleaning.text import (
-    with_fixed_encoding,
-    without_boilerplate_lines,
-    without_personal,
-)
-from tests.data.helpers import write_jsonl
+from pipeline.extensions.cleaning.text import with_fixed_encoding, without_boilerplate_lines
+from tests.data.helpers import documents, write_jsonl
 
 CASES = Path(__file__).parents[2] / "cases"
 FILTERS = ["language", "boilerplate", "repetition", "quality", "lines", "personal_data"]
@@ -93,7 +98,42 @@ def test_what_a_kill_at_the_end_left_is_removed(tmp_path: Path):
         ("０１０－１２３４－５６７８", "010-0000-0000"),
         ("전화 02-123-4567, 031-234-5678", "전화 010-0000-0000, 010-0000-0000"),
         ("tel.010-1234-5678", "tel.010-0000-0000"),
-        ("9001011234567", "000000-0000000"),
+        ("9001011234568", "000000-0000000"),
+        ("9001011234567", None),
+        ("바코드 8801043015653 신라면", None),
+        ("상품코드 8801121234567", None),
+        ("타임스탬프 1701012345678", None),
+        ("주문번호 20231231-1234567", None),
+        ("운송장 240101-1234567", None),
+        ("240101-1234567", None),
+        ("법인등록번호 110111-1234567", None),
+        ("법인 131111-1234567", None),
+        ("본점 950111-1234563", None),
+        ("900230-1234567", None),
+        ("900101\n-1234567", None),
+        ("https://ex.com/item/8801043015653", None),
+        ("고객 900101-1234567입니다", "고객 000000-0000000입니다"),
+        ("고객 900101-5234561입니다", "고객 000000-0000000입니다"),
+        ("고객 211015-3123456입니다", "고객 000000-0000000입니다"),
+        ("주민등록번호: 240101-1234567", "주민등록번호: 000000-0000000"),
+        ("외국인등록번호 2401011234567", "외국인등록번호 000000-0000000"),
+        ("전화 (010) 1234-5678", "전화 010-0000-0000"),
+        ("전화 (010)12345678", "전화 010-0000-0000"),
+        ("전화（０１０）１２３４－５６７８", "전화010-0000-0000"),
+        ("전화(010-1234-5678)", "전화(010-0000-0000)"),
+        ("(02) 123-4567, (031)123-4567", "010-0000-0000, 010-0000-0000"),
+        ("02)123-4567", "010-0000-0000"),
+        ("+82 (0)10-1234-5678", "010-0000-0000"),
+        ("(+82) 10-1234-5678", "010-0000-0000"),
+        ("DOI 10.1000/010-1234-5678", None),
+        ("A4-010-1234-5678", None),
+        ("고시 제01012345678호", None),
+        ("01012345678호출", "010-0000-0000호출"),
+        ("icon@2x.png, photo@3x.jpg, a@1.5x.webp", None),
+        ("logo@2x.zip", None),
+        ("foo@bar.JPG", None),
+        ("git@github.com:org/repo", None),
+        ("kim@2x.co.kr", "email@example.com"),
         ("９００１０１－１２３４５６７", "000000-0000000"),
         ("900101–1234567", "000000-0000000"),
         ("홍길동@회사.한국으로", "email@example.com으로"),
@@ -137,3 +177,120 @@ def test_text_that_was_decoded_wrongly_is_fixed_as_is_likelier(text: str, expect
 def test_a_line_of_boilerplate_goes_and_a_sentence_about_it_stays(line: str, is_kept: bool):
     text = f"앞 문장이다.\n{line}\n뒤 문장이다."
     assert without_boilerplate_lines(text) == (text if is_kept else "앞 문장이다.\n뒤 문장이다.")
+
+
+NFD = ("36_benchmark_nfd", "benchmark.jsonl")
+TABS = ("37_benchmark_tabs", "benchmark.jsonl")
+CRLF = ("37_benchmark_tabs", "benchmark_crlf.jsonl")
+
+
+@pytest.mark.parametrize(("case", "benchmark"), [NFD, TABS, CRLF])
+@pytest.mark.parametrize("skipped", ["fix_encoding", "lines"])
+def test_a_benchmark_is_found_however_it_is_spelled(
+    tmp_path: Path, case: str, benchmark: str, skipped: str
+):
+    folder = CASES / case
+    pages = folder / "pages.jsonl"
+    if skipped == "fix_encoding":
+        # The page is decomposed, too, and nothing composes it.
+        texts = [json.loads(line)["text"] for line in pages.read_text().splitlines()]
+        pages = write_jsonl(
+            tmp_path / "x.jsonl", [unicodedata.normalize("NFD", text) for text in texts]
+        )
+    skip = [*FILTERS, "duplicates", skipped]
+    clean(job(tmp_path, pages, benchmarks=[str(folder / benchmark)], skip=skip), workers=1)
+    assert len(written(tmp_path)) == 19
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.csv", "x.parquet", "x.arrow", "x.json", "x.tsv.gz"])
+def test_benchmarks_are_read_in_the_formats_of_texts(tmp_path: Path, name: str):
+    line = (CASES / "37_benchmark_tabs" / "benchmark_crlf.jsonl").read_text()
+    question = " ".join(json.loads(line)["question"].split())
+    rows = [{"id": "1", "question": f'"{question}'}, {"id": "2", "question": "짧다"}]
+    path = tmp_path / name
+    table = pa.Table.from_pylist(rows)
+    if name.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif name.endswith(".arrow"):
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as to:
+            to.write_table(table)
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith(".csv"):
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["id", "question"], *(row.values() for row in rows)])
+    else:
+        # A stray quotation mark is an ordinary character there.
+        text = "".join(f"{row['id']}\t{row['question']}\n" for row in rows)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    pages = CASES / "37_benchmark_tabs" / "pages.jsonl"
+    skip = [*FILTERS, "duplicates"]
+    clean(job(tmp_path, pages, benchmarks=[str(path)], skip=skip), workers=1)
+    assert len(written(tmp_path)) == 19
+
+
+def test_a_benchmark_that_cannot_be_read_is_named(tmp_path: Path):
+    (tmp_path / "x.jsonl").write_text("no JSON\n")
+    pages = CASES / "37_benchmark_tabs" / "pages.jsonl"
+    with pytest.raises(DataError, match=r"x\.jsonl: a benchmark is JSONL, CSV, TSV or Parquet"):
+        clean(job(tmp_path, pages, benchmarks=[str(tmp_path / "x.jsonl")]), workers=1)
+
+
+def test_cleaning_ends_where_an_input_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of equal size; also where it goes on, and where all is done."""
+    source = write_jsonl(tmp_path / "x.jsonl", documents(30))
+    wanted = job(tmp_path, source)
+    given = source.read_bytes()
+
+    def change() -> None:
+        source.write_bytes(given.replace(b"Tom", b"Tim"))
+
+    run = module._run
+
+    def changed(*arguments: Any) -> None:
+        change()
+        run(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_run", changed)
+        with pytest.raises(DataError, match=r"x\.jsonl: changed during the work"):
+            clean(wanted, workers=1)
+    assert not wanted.output.exists()
+    with pytest.raises(DataError, match=r"was made with other inputs: .*x\.jsonl: changed"):
+        clean(wanted, workers=1)
+    source.write_bytes(given)
+    clean(wanted, workers=1)
+    change()
+    with pytest.raises(DataError, match=r"was made with other inputs: .*x\.jsonl: changed"):
+        clean(wanted, workers=1)
+
+
+def test_a_benchmark_that_changes_during_the_cleaning_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pages = CASES / "37_benchmark_tabs" / "pages.jsonl"
+    benchmark = tmp_path / "b.jsonl"
+    shutil.copy(CASES / "37_benchmark_tabs" / "benchmark.jsonl", benchmark)
+    run = module._run
+
+    def changed(cleaning: CleaningJob, stage: Any, workers: int) -> None:
+        run(cleaning, stage, workers)
+        if stage.name == "words":
+            benchmark.write_bytes(benchmark.read_bytes().replace(b"question", b"Question"))
+
+    monkeypatch.setattr(module, "_run", changed)
+    with pytest.raises(DataError, match=r"b\.jsonl: changed during the work"):
+        clean(job(tmp_path, pages, benchmarks=[str(benchmark)]), workers=1)
+
+
+def test_files_whose_text_is_lost_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One record of many, but most of the text."""
+    huge = write_jsonl(tmp_path / "huge.jsonl", ["영화 " * 5_000_000])
+    source = write_jsonl(tmp_path / "x.jsonl", documents(200))
+    both = job(tmp_path, source)
+    both.corpus.input.append(str(huge))
+    clean(both, workers=1)
+    size = len(("영화 " * 5_000_000).encode())
+    assert f"{huge}: {huge.stat().st_size - 1} bytes of text are in records" in caplog.text
+    assert huge.stat().st_size > size > 2**25
+    assert f"{source}: " not in caplog.text

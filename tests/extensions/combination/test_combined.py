@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from pipeline.config.sources import RUN_FILE
@@ -92,11 +94,12 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
         **settings | changes,
     )
     model = ScaleForCausalLM(config)
-    for key, parameter in model.named_parameters():
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         # Of the base's weights every export on it has the same.
         owner = base if is_of_base(key) else name
         random = torch.Generator().manual_seed(zlib.crc32(f"{owner} {key}".encode()))
-        if key != "token_gate.std":
+        is_learned = isinstance(parameter, nn.Parameter)
+        if is_learned or key in ("token_gate.mean", "token_gate.weight"):
             # Row by row, so that the base's rows are the same under an extended vocabulary.
             std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random) * std)
@@ -174,6 +177,25 @@ def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return logits, margin[0, :, 0]
 
 
+def by_the_rule(
+    margins: dict[str, torch.Tensor],
+) -> Iterator[tuple[str, str | None]]:
+    """For each token the leader, and the expansion whose logits it gets or None: the base's.
+
+    margins: by name, how far a gate's score is above its threshold at each token.
+    """
+    used: str | None = None
+    for at in range(len(next(iter(margins.values())))):
+        lately = {}
+        for name, of in margins.items():
+            lately[name] = of[max(0, at - RECENT + 1) : at + 1].clamp(0, LARGEST_MARGIN)
+        # Of equal sums the first by name: `max` keeps the first.
+        leader = max(sorted(margins), key=lambda name: lately[name].double().sum())
+        if lately[leader][-1] > 0:
+            used = leader
+        yield leader, used
+
+
 @torch.no_grad()
 def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
     # Passages of four words each, for which other gates open.
@@ -187,22 +209,14 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
         model.set_active([])
         expected = model(tokens, use_cache=False).logits[0]
         found = {name: alone(exports[name], tokens) for name in names}
-        used: str | None = None
-        for at in range(text.shape[1]):
-            # The expansion whose gate was the widest open lately; if it is closed at this token,
-            # the expansion that was in use goes on.
-            lately = {}
-            for name, (_, margins) in found.items():
-                lately[name] = margins[max(0, at - RECENT + 1) : at + 1]
-            best = max(names, key=lambda name: lately[name].clamp(0, LARGEST_MARGIN).sum())
-            is_open = bool(lately[best][-1] > 0)
-            if is_open:
-                used = best
+        for at, (_, used) in enumerate(by_the_rule({n: m for n, (_, m) in found.items()})):
             if used is not None:
-                logits, _ = found[used]
+                logits, margins = found[used]
                 # An extended vocabulary has more logits than the base and the other expansions.
                 expected[at, : logits.shape[-1]] = logits[at]
-            seen.add((used, is_open))
+                seen.add((used, bool(margins[at] > 0)))
+            else:
+                seen.add((None, False))
         model.set_active(names)
         assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
 
@@ -218,6 +232,51 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
     found_logits = model(text, use_cache=False).logits[0]
     expected_logits, _ = alone(exports["pieces"], text)
     assert torch.equal(found_logits[is_new], expected_logits[is_new])
+
+
+@torch.no_grad()
+def test_an_open_expansion_goes_on_where_the_leader_is_closed(exports, model):
+    """The token gets what it alone gives of an open token, and no mixture of two."""
+    tokens = torch.randint(3, BASE_TOKENS, (1, 500), generator=torch.Generator().manual_seed(0))
+    found = {name: alone(exports[name], tokens) for name in ("ko", "med")}
+    model.set_active(found)
+    logits = model(tokens, use_cache=False).logits[0, :, :BASE_TOKENS]
+    beside_leader = 0
+    for at, (leader, used) in enumerate(by_the_rule({n: of for n, (_, of) in found.items()})):
+        if used is not None:
+            of_model, margins = found[used]
+            assert torch.equal(logits[at], of_model[at]), (at, leader, used)
+            beside_leader += leader != used and bool(margins[at] > 0)
+    assert beside_leader > 0
+
+
+@torch.no_grad()
+def test_of_equal_gates_the_first_by_name_is_used_and_combine_says_so(exports, tmp_path, caplog):
+    second = export(tmp_path / "second", "code")
+    tensors = load_file(second / "model.safetensors")
+    for key in [
+        key for key in tensors if not key.startswith("token_gate.") and not is_of_base(key)
+    ]:
+        tensors[key] += 0.1
+    save_file(tensors, second / "model.safetensors", {"format": "pt"})
+    both = {"second": second, "first": exports["code"], "ko": exports["ko"]}
+    with caplog.at_level("WARNING"):
+        combine(tmp_path / "both", both)
+    [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "first and second have equal gates" in said and "active" in said
+
+    assert "first and second have equal gates" in (tmp_path / "both" / "README.md").read_text()
+
+    model = load_hf_model(tmp_path / "both")
+    tokens = torch.randint(3, BASE_TOKENS, (1, 60), generator=torch.Generator().manual_seed(0))
+    of_first, margins = alone(exports["code"], tokens)
+    of_second, of_other_margins = alone(second, tokens)
+    assert torch.equal(margins, of_other_margins)
+    is_used = (margins > 0).cummax(0).values
+    assert is_used.any() and (of_first - of_second)[is_used].abs().max() > 0.1
+    for active, expected in ((["second", "first"], of_first), (["second"], of_second)):
+        model.set_active(active)
+        assert torch.equal(model(tokens, use_cache=False).logits[0], expected)
 
 
 def test_the_card_names_base_and_licence_and_its_code_runs(combined, monkeypatch):

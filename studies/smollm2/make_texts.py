@@ -26,7 +26,16 @@ from pipeline.data.tokenize.documents import texts
 from pipeline.files.publishing import write_text
 
 SOURCES = {"reviews": "ko/reviews", "law": "ko/law", "books": "en/gutenberg"}
-_MODULES = ("argparse", "calendar", "csv", "fractions", "heapq", "json/decoder", "shlex", "textwrap")
+_MODULES = (
+    "argparse",
+    "calendar",
+    "csv",
+    "fractions",
+    "heapq",
+    "json/decoder",
+    "shlex",
+    "textwrap",
+)
 _CHARACTERS_OF_MODULE = 4000
 _HELDOUT_MIB = 0.25
 LANGUAGES = {
@@ -53,19 +62,55 @@ LANGUAGES = {
     "zh": "我家附近新开了一家书店，里面有很多关于历史和科学的书。周末的时候，我常常去那里看书，"
     "一坐就是一个下午。店主很热情，还会给客人泡一杯热茶。",
 }
-_COUNTRIES = (
-    "France Japan Brazil Egypt Canada Italy Spain Kenya India China Greece Norway Mexico Peru "
-    "Poland Turkey Cuba Chile Ireland Portugal"
-).split()
+_COUNTRIES = [
+    "France",
+    "Japan",
+    "Brazil",
+    "Egypt",
+    "Canada",
+    "Italy",
+    "Spain",
+    "Kenya",
+    "India",
+    "China",
+    "Greece",
+    "Norway",
+    "Mexico",
+    "Peru",
+    "Poland",
+    "Turkey",
+    "Cuba",
+    "Chile",
+    "Ireland",
+    "Portugal",
+]
 _COUNTRY_QUESTIONS = (
     "What is the capital of {}?",
     "Name a food that people eat in {}.",
     "On which continent is {}?",
 )
-_THINGS = (
-    "photosynthesis gravity rain democracy music bread friendship mathematics bicycles volcanoes "
-    "sleep honesty computers winter trees money history teachers rivers electricity"
-).split()
+_THINGS = [
+    "photosynthesis",
+    "gravity",
+    "rain",
+    "democracy",
+    "music",
+    "bread",
+    "friendship",
+    "mathematics",
+    "bicycles",
+    "volcanoes",
+    "sleep",
+    "honesty",
+    "computers",
+    "winter",
+    "trees",
+    "money",
+    "history",
+    "teachers",
+    "rivers",
+    "electricity",
+]
 _THING_REQUESTS = (
     "Explain {} to a child in two sentences.",
     "Write a short poem about {}.",

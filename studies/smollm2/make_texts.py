@@ -5,17 +5,21 @@
 The same arguments and the same Python give the same bytes:
 
     OUTPUT/reviews.jsonl, law.jsonl     Korean to learn, the first --mib MiB of each
+    OUTPUT/hangul.jsonl                 both without Chinese characters, for new tokens: those of a
+                                        token with such a character would change Chinese, too
     OUTPUT/books.jsonl                  English books, which a gate learns from
     OUTPUT/*.heldout.jsonl              held out of each of these
     OUTPUT/code.heldout.jsonl           modules of Python's standard library, which the base has read
     OUTPUT/languages.heldout.jsonl      sentences in eight languages
-    OUTPUT/chats.jsonl                  200 English questions
+    OUTPUT/questions.jsonl              150 English questions, for the base to answer
+    OUTPUT/asked.jsonl                  50 others, to compare answers with
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -38,6 +42,7 @@ _MODULES = (
 )
 _CHARACTERS_OF_MODULE = 4000
 _HELDOUT_MIB = 0.25
+_CHINESE_CHARACTERS = re.compile("[\u3400-\u9fff\uf900-\ufaff]")
 LANGUAGES = {
     "de": "Die alte Brücke über den Fluss wird im Frühjahr erneuert. Bis dahin fahren die Busse "
     "einen Umweg durch das Tal. Viele Pendler sind darüber verärgert, aber der Bürgermeister "
@@ -158,10 +163,14 @@ def write_texts(output: Path, data: Path, mib: float) -> None:
         _write(output / f"{name}.jsonl", _first(data / f"{source}.jsonl.zst", mib))
         heldout = _first(data / f"{source}.heldout.jsonl.zst", _HELDOUT_MIB)
         _write(output / f"{name}.heldout.jsonl", heldout)
+    korean = [*_first(data / f"{SOURCES['reviews']}.jsonl.zst", mib)]
+    korean += _first(data / f"{SOURCES['law']}.jsonl.zst", mib)
+    _write(output / "hangul.jsonl", [_CHINESE_CHARACTERS.sub("", text) for text in korean])
     _write(output / "code.heldout.jsonl", _modules())
     _write(output / "languages.heldout.jsonl", LANGUAGES.values())
-    chats = [{"messages": [{"role": "user", "content": text}]} for text in questions()]
-    write_text(output / "chats.jsonl", "".join(json.dumps(chat) + "\n" for chat in chats))
+    asked = list(questions())
+    _write(output / "asked.jsonl", asked[::4])
+    _write(output / "questions.jsonl", [text for place, text in enumerate(asked) if place % 4])
 
 
 def _first(file: Path, mib: float) -> Iterator[str]:

@@ -16,7 +16,10 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _WORDS = ("in", "on", "ĠĠ", "ĊĊ")
 MERGES = ["i n", "o n", "Ġ Ġ", "Ċ Ċ"]
 TOKENS = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()), *_WORDS]
-TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def random_llama() -> LlamaForCausalLM:

@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Not --quiet: it downloads for minutes, and says what.
+PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 TEST_WORKERS ?= 2
 # A file's tests stay on one worker, which shares its fixtures; files start in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -23,6 +24,7 @@ help:  ## list the targets with what they do
 install: $(STAMP)  ## create .venv with all dependencies of the project and its tests
 
 $(CORE): setup.py constraints.txt
+	@echo "torch, then all other packages, into $(VENV): some minutes, most of them downloads"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .
@@ -85,7 +87,7 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
 
 clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
-	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
+	$(BIN)/python -m tests.extensions.cleaning --copies $(or $(COPIES),100)
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others; ONLY="run folders": one subject)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1) $(if $(ONLY),--only "$(ONLY)")

@@ -16,6 +16,7 @@ VERSION = re.search(
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
 # `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
+SHIPPED_PAGES = ["docs/architectures.md"]  # with the table that scale-cpt bases prints
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -30,6 +31,9 @@ class BuildWithShippedFiles(build_py):
         shutil.rmtree(target, ignore_errors=True)
         for folder in SHIPPED:
             shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        for page in SHIPPED_PAGES:
+            (target / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(page, target / page)
         for pattern in SHIPPED_DATA:
             for file in filter(Path.is_file, Path("examples/data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)
@@ -44,6 +48,9 @@ GGUF = ["gguf>=0.10,<1"]
 WANDB = ["wandb>=0.26,<1"]
 # mlflow-skinny alone has no store: sqlalchemy and alembic are for runs in a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
+# Fast kernels of hosted bases with recurrent layers (Qwen3-Next, Qwen3.5), on GPUs. causal-conv1d
+# is built against the torch that is installed: pip install --no-build-isolation.
+KERNELS = ["flash-linear-attention>=0.4", "causal-conv1d>=1.5"]
 # Each reads the object stores of one maker, through fsspec.
 S3 = ["s3fs>=2025.3"]
 GS = ["gcsfs>=2025.3"]
@@ -61,7 +68,7 @@ setup(
     packages=find_packages(include=["pipeline", "pipeline.*"]),
     package_data={
         "pipeline": ["py.typed"],
-        "pipeline.cleaning": ["*.yaml"],
+        "pipeline.extensions.cleaning": ["*.yaml"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
@@ -99,6 +106,7 @@ setup(
         "gguf": GGUF,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "kernels": KERNELS,
         "s3": S3,
         "gs": GS,
         "az": AZ,
@@ -118,6 +126,8 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
+            "trl>=1.16,<2",
+            "optimum-quanto>=0.2.7,<0.3",
             "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",

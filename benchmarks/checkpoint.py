@@ -207,14 +207,14 @@ class Saver:
 
 def trained_engine(config: RunConfig) -> Engine:
     """An engine with random weights after one step, so that the optimizer has its state."""
-    from pipeline.training.engine import Engine, build_model
+    from pipeline.training.engine import Engine, build_on_device
 
     spec = read_spec(config.base)
     layout = Layout(RANKS)
     settings = load_deepspeed_config(config.deepspeed, layout)
     groups = ProcessGroups(layout)
     torch.manual_seed(0)
-    model = build_model(config, BaseFolder(config.base, spec), settings, groups)
+    model = build_on_device(config, BaseFolder(config.base, spec), settings, groups)
     # Random, as trained weights are: a disk may store zeros as holes.
     for parameter in model.parameters():
         held_values(parameter).detach().normal_(std=0.02)

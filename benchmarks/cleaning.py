@@ -50,12 +50,12 @@ from datatrove.utils.text import TextNormConfig
 
 from benchmarks.process_usage import Usage, best_of, usage_of
 from benchmarks.results import DATA, ROOT, Row, in_turns, make_parser, print_rows, write_rows
-from pipeline.cleaning.blocks import Words
-from pipeline.cleaning.clean import clean
-from pipeline.cleaning.stages import CleaningJob, is_written_in
 from pipeline.config.data import Corpus
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenize.units import default_unit_bytes
+from pipeline.extensions.cleaning.blocks import Words
+from pipeline.extensions.cleaning.clean import clean
+from pipeline.extensions.cleaning.stages import CleaningJob, is_written_in
 
 _LINES_A_PAGE = 12
 _COPIES = 0.1
@@ -73,7 +73,7 @@ def datatrove_alone(source: Path, output: Path) -> None:
     rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
     words = Words()
     is_korean = partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
-    # As in pipeline/cleaning/stages.py: both compare pages by the same words and hashes.
+    # As in pipeline/extensions/cleaning/stages.py: both compare pages by the same words and hashes.
     config = MinhashConfig(
         norm_config=TextNormConfig(norm_unicode_diacritics=False),
         hash_config=HashConfig(hash_fc="sha1"),

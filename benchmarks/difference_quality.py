@@ -33,11 +33,9 @@ from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import (
-    RECORD,
     VERIFICATION,
     convert,
     latest_conversion,
-    packing_of,
     run_sources,
 )
 from pipeline.conversion.probe_texts import probe_maker
@@ -48,6 +46,7 @@ from pipeline.errors import ConversionError
 from pipeline.files.json_files import read_object
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.gating.windows import Windows, as_windows
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.model.output import perplexity
 
@@ -163,11 +162,11 @@ def packed_row(config: RunConfig, texts: Mapping[str, Windows], bits: int, min_c
             latest_conversion(config),
             output=folder,
             format="difference",
-            packing=packing_of(config, bits, min_count),
+            options={"bits": bits, "min_count": min_count},
         )
         convert(conversion, probe_maker(sources, keys))
         model = load_hf_model(folder)
-        stored = read_object(folder / RECORD, ConversionError)["difference"]
+        stored = read_object(folder / EXPORT.record, ConversionError)["difference"]
         verified = read_object(folder / VERIFICATION, ConversionError)
         row: Row = {"model": f"{bits} bits", "stored_x": stored["stored_x"]}
         row |= perplexities(model, texts)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pipeline.combination.combine import base_entries
+from pipeline.extensions.combination.combine import base_entries
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
@@ -239,8 +239,7 @@ def set_random_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
         torch.nn.init.normal_(parameter, std=0.02)
     for module in model.modules():
         if isinstance(module, ScaleGate):
-            module.weight.data.zero_()[0] = 1
-            module.std.data.fill_(1)
+            module.weight[0] = 1
 
 
 def _makers(sizes: BaseSizes, features: str) -> dict[str, Callable[[], PreTrainedModel]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import table
 from pipeline.files.json_files import write_json
+from pipeline.list_options import join_repeated_lists
 
 if TYPE_CHECKING:
     from pipeline.model.spec import DecoderSpec
@@ -60,6 +61,7 @@ def make_parser(text: str | None, program: str | None = None) -> argparse.Argume
     parser = argparse.ArgumentParser(
         prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    join_repeated_lists(parser)
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser
 

@@ -5,7 +5,7 @@
 
 All draw from the base's own distribution. `generate` gets the same batches, and each waits for its
 longest document; `sample` calls it in rounds, between which documents that are over leave
-(pipeline/self_generated/generation.py).
+(pipeline/extensions/self_generated/generation.py).
 
 A row has the tokens a second of one way, up to a document's end and without its prompt, and how
 many times that is what `generate` writes one document at a time. Measured is one process with one
@@ -31,8 +31,8 @@ from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
+from pipeline.extensions.self_generated.generation import BaseWriter
 from pipeline.hf.load import load_hf_model
-from pipeline.self_generated.generation import BaseWriter
 
 ALONE = "generate, one at a time"
 ALONE_FEWER = 32

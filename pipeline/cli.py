@@ -1,4 +1,4 @@
-"""`scale-cpt COMMAND`: reads the command line and runs a command, a module of pipeline.commands.
+"""`scale-cpt COMMAND`: reads the command line and runs a command.
 
 Only the command that is asked for is imported, so that `scale-cpt --help` answers at once.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.commands import PROGRAM, build_parser
-from pipeline.errors import CONFIG_ERROR
+from pipeline.errors import CONFIG_ERROR, ExtensionError
 from pipeline.processes import use_utf8
 
 FORMER_COMMANDS = {"study": "python -m studies run", "report": "python -m studies report"}
@@ -26,7 +26,12 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(CONFIG_ERROR)
-    arguments = build_parser(words[:1]).parse_args(words)
+    try:
+        parser = build_parser(words[:1])
+    except ExtensionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    arguments = parser.parse_args(words)
     from pipeline import command_line  # After the parser: --help does not wait for its imports.
 
     # Libraries take the program's name from here.

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from io import TextIOWrapper
 from pathlib import Path
+from typing import get_args
 
 from pipeline import log
-from pipeline.config.data import CHAT_DATE
+from pipeline.config.data import CHAT_DATE, ChatStart
 from pipeline.errors import (
     INTERNAL_FAULT,
     INTERRUPTED,
@@ -166,6 +167,17 @@ def add_chat_date_option(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_chat_start_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --chat-start, for a command that makes corpora of chats."""
+    parser.add_argument(
+        "--chat-start",
+        choices=get_args(ChatStart),
+        default="template",
+        help="what a chat begins with: what its template writes, or the start token that the "
+        "tokenizer puts before every text (default: template)",
+    )
+
+
 def add_share_option(parser: argparse._ActionsContainer) -> None:
     """Adds --share, for a command whose work several jobs can share."""
     parser.add_argument(
@@ -189,7 +201,12 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
 
 
 def named_reports(arguments: Iterable[str]) -> dict[str, str]:
-    """The files of --report-on, by name.
+    """The files of --report-on, by name; raises as `named_files`."""
+    return named_files("--report-on", arguments)
+
+
+def named_files(option: str, arguments: Iterable[str]) -> dict[str, str]:
+    """The files of an option whose arguments are NAME=FILE, or FILE, which is its own name.
 
     Raises:
         ConfigError: two have one name.
@@ -197,11 +214,12 @@ def named_reports(arguments: Iterable[str]) -> dict[str, str]:
     files: dict[str, str] = {}
     for argument in arguments:
         name, separator, file = argument.partition("=")
-        if not separator:
-            file = name
+        # A path, or an address, may have the character itself.
+        if not separator or "/" in name or Path(argument).exists():
+            name = file = argument
         if name in files:
             raise ConfigError(
-                f"--report-on: expected each name once, found {name} for {files[name]} and for "
+                f"{option}: expected each name once, found {name} for {files[name]} and for "
                 f"{file}; give one of them another name"
             )
         files[name] = file
@@ -241,6 +259,14 @@ def fraction(text: str) -> float:
     number = _number(text)
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return number
+
+
+def positive_number(text: str) -> float:
+    """An argument that is a number above 0."""
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return number
 
 

@@ -195,7 +195,7 @@ class DeepSpeedConfig:
             # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at
             # the first start.
             "zero_force_ds_cpu_optimizer": False,
-            # Muon is our own, and unknown to DeepSpeed.
+            # Optimizers other than AdamW are unknown to DeepSpeed.
             "zero_allow_untested_optimizer": True,
         }
 
@@ -271,24 +271,7 @@ def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
                 f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; "
                 "remove the setting, or name another deepspeed file"
             )
-    if config.schedule.optimizer == "muon":
-        _check_muon(config, opened)
     return opened
-
-
-def _check_muon(config: RunConfig, deepspeed_config: DeepSpeedConfig) -> None:
-    """Raises ConfigError where Muon cannot gather a matrix from the ranks that hold its parts."""
-    if deepspeed_config.offloads("optimizer"):
-        setting = "offload_optimizer"
-    elif deepspeed_config.zero.get("mics_shard_size", 0) > 0:
-        setting = "mics_shard_size"
-    else:
-        return
-    raise ConfigError(
-        f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in "
-        f"{config.deepspeed}, where matrices cannot be put together on the GPUs; name another "
-        "deepspeed file, or remove the setting"
-    )
 
 
 def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C901, PLR0912  # one fault after another

@@ -80,6 +80,12 @@ class MissingPackageError(UserError):
     """An optional package that is not installed."""
 
 
+class ExtensionError(UserError):
+    """An extension of another distribution that cannot be used."""
+
+    exit_code = CONFIG_ERROR
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
 

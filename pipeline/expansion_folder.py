@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.config.reading import flattened
 from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
 from pipeline.files.folders import FolderKind, published_folder
 from pipeline.files.hashes import file_hash
@@ -36,6 +37,8 @@ class ExpansionManifest(BaseModel):
         hashes: the SHA-256 of each file.
         position: the position of the run that trained it, where the expansion is an export of a
             checkpoint (`--format expansion`).
+        trained_as: the settings of that run that change what its weights compute, for the same
+            exports; None in those of an earlier version.
         tokenizer: the fingerprint of the tokenizer that it was trained with, for the same exports.
         own_tokens: the ids that have rows of their own; None without own rows.
     """
@@ -51,6 +54,7 @@ class ExpansionManifest(BaseModel):
     tensors: dict[str, str]
     hashes: dict[str, str]
     position: dict[str, Any] | None = None
+    trained_as: dict[str, Any] | None = None
     tokenizer: str | None = None
     own_tokens: tuple[int, ...] | None = None
 
@@ -66,6 +70,11 @@ class ExpansionFolder:
     def names(self) -> set[str]:
         """The parameters that the folder holds."""
         return set(self.manifest.tensors)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of tensors, sorted."""
+        return [self.path / name for name in sorted(self.manifest.hashes)]
 
     @property
     def is_trained(self) -> bool:
@@ -116,18 +125,20 @@ class ExpansionFolder:
                 f"{self.path}: made of the base {self.manifest.base} with other weights than the "
                 "run's base; point `base` at that model, or remove this folder to make it again"
             )
+        before = dict(flattened({"method": self.manifest.method}))
+        now = dict(flattened({"method": method}))
         # The seed made the initial values; those of a trained expansion no longer show it.
-        changed = []
-        if self.manifest.method != method:
-            changed.append("method")
-        if not self.is_trained and self.manifest.seed != seed:
-            changed.append("seed")
-        if changed:
-            raise CheckpointError(
-                f"{self.path}: made with another {' and '.join(changed)} than the run's "
-                "configuration; set it back, or remove this folder to make it again (a run with "
-                "checkpoints needs another `folder`)"
-            )
+        if not self.is_trained:
+            before["seed"] = self.manifest.seed
+            now["seed"] = seed
+        for name in before | now:
+            if before.get(name) != now.get(name):
+                raise CheckpointError(
+                    f"{self.path}: made with another {name} than the run's configuration has "
+                    f"(expected {before.get(name)!r}, found {now.get(name)!r}); set it back, or "
+                    "remove this folder to make it again (a run with checkpoints needs another "
+                    "`folder`)"
+                )
 
     def check_files(self, share: slice = slice(None)) -> None:
         """Compares every byte of a `share` of the files, sorted by name, with their hashes.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipeline import command_line, log
 from pipeline.errors import MissingPackageError
+from pipeline.list_options import join_repeated_lists
 
 RUN_HELP = """\
 Runs all runs that a study compares, several at a time; prints tables, writes summary.json.
@@ -62,6 +63,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description=RUN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    join_repeated_lists(parser)
     parser.set_defaults(main=run)
     parser.add_argument(
         "study", type=Path, help="the study's YAML file, e.g. studies/configs/korean.yaml"

@@ -1,26 +1,31 @@
-"""`scale-cpt`: its commands are modules of pipeline.commands, which the scripts of tools/ run."""
+"""`scale-cpt`: its commands, which the scripts of tools/ run as files."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline import commands
-from pipeline.commands import COMMANDS
+from pipeline.commands import all_commands
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
+from studies.__main__ import build_parser as studies_parser
 from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 PROJECT = Path(__file__).parents[1]
+COMMANDS = all_commands()
 FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
+FILE_NAMES["try"] = "try_run.py"  # try is a word of Python
 
 
 def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +41,7 @@ def run_script(*words: object, **environment: str) -> subprocess.CompletedProces
 def test_the_list_of_commands_imports_none_of_them():
     code = (
         "import sys; from pipeline.commands import build_parser; build_parser([]).format_help();"
-        "print([name for name in sys.modules if name.startswith('pipeline.commands.')],"
+        "print([name for name in sys.modules if name.startswith('pipeline.commands.') or name.endswith('.command')],"
         " 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -54,19 +59,20 @@ def test_the_help_of_the_stages_loads_no_torch():
 
 
 def test_every_module_of_commands_and_every_script_is_a_command():
-    names = set(FILE_NAMES.values())
-    assert {path.name for path in PROJECT.glob("pipeline/commands/*.py")} == {*names, "__init__.py"}
-    assert {path.name for path in PROJECT.glob("tools/*.py")} == names
+    modules = {command.module for command in COMMANDS.values()}
+    for path in PROJECT.glob("pipeline/commands/*.py"):
+        assert path.name == "__init__.py" or f"pipeline.commands.{path.stem}" in modules
+    assert {path.name for path in PROJECT.glob("tools/*.py")} == set(FILE_NAMES.values())
 
 
 def test_every_command_has_a_help_of_its_own(capsys):
     parser = commands.build_parser()
-    for command, summary in COMMANDS.items():
+    for command in COMMANDS:
         with pytest.raises(SystemExit):
             parser.parse_args([command, "--help"])
         printed = capsys.readouterr().out
         assert printed.startswith(f"usage: scale-cpt {command} ")
-        assert summary in printed
+        assert COMMANDS[command].summary in printed
         assert f"scale-cpt {command}" in commands.load(command).__doc__, "an example"
 
 
@@ -144,6 +150,59 @@ def test_a_command_that_cannot_be_is_refused(words, said):
     done = scale_cpt(*words)
     assert done.returncode == CONFIG_ERROR and done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """`parser`, its commands, and theirs."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers_of(command)
+
+
+def list_options() -> list[tuple[argparse.ArgumentParser, argparse.Action]]:
+    """The options of all commands, and of the studies, that take any number of values."""
+    found: list[tuple[argparse.ArgumentParser, argparse.Action]] = []
+    for program in (commands.build_parser(), studies_parser()):
+        for parser in parsers_of(program):
+            for action in parser._actions:
+                if action.option_strings and action.nargs in ("+", "*"):
+                    found.append((parser, action))
+    return found
+
+
+LIST_OPTIONS = list_options()
+
+
+@pytest.mark.parametrize(
+    ("parser", "option"),
+    LIST_OPTIONS,
+    ids=[f"{parser.prog} {option.option_strings[-1]}" for parser, option in LIST_OPTIONS],
+)
+def test_a_list_option_that_is_given_twice_keeps_all_values(parser, option, monkeypatch):
+    # The option alone, so that nothing else is required.
+    monkeypatch.setattr(parser, "_actions", [option])
+    monkeypatch.setattr(parser, "_mutually_exclusive_groups", [])
+    name = option.option_strings[-1]
+    first, second, third = [*(option.choices or ()), "1", "2", "3"][:3]
+
+    def values(*words: str) -> list[object]:
+        return getattr(parser.parse_args([*words]), option.dest)
+
+    at_once = values(name, first, second, third)
+    assert len(at_once) == 3, "the default is replaced"
+    assert values(name, first, name, second, name, third) == at_once
+    assert values(name, first, second, f"{name}={third}") == at_once
+    assert values(name, third) == at_once[2:], "nothing is left of an earlier command line"
+
+
+def test_the_list_options_that_users_meet_are_among_them():
+    names = {f"{parser.prog} {option.option_strings[-1]}" for parser, option in LIST_OPTIONS}
+    for option in ("--new", "--old", "--new-chats", "--old-chats"):
+        assert f"scale-cpt config init {option}" in names
+    for command in ("tokenize --input", "evaluate --data", "vocabulary --corpus"):
+        assert f"scale-cpt {command}" in names, names
 
 
 def test_the_effective_configuration_is_shown(tmp_path):

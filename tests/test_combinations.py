@@ -19,7 +19,7 @@ from pipeline.checks.inputs import RunInputs
 from pipeline.checks.model_fit import check_fits
 from pipeline.config.method import Lora, Method, ScaleMethod
 from pipeline.config.run import load_config
-from pipeline.conversion.formats import unsupported_reason
+from pipeline.conversion.formats import unsupported_reasons
 from pipeline.errors import UserError
 from pipeline.model.from_hf import RESIDUAL_KEY, open_base, read_spec
 from pipeline.model.spec import DecoderSpec, StoredResidual
@@ -290,5 +290,5 @@ def test_models_leave_in_the_formats_that_the_table_names(row, base):
             spec.widths,
             spec.num_layers,
         )
-    for format, reason in unsupported_reason(settings, plan, spec, gated="gate" in row).items():
+    for format, reason in unsupported_reasons(settings, plan, spec, gated="gate" in row).items():
         check(EXPORTS[row, format], reason, (row, format))

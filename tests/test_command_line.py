@@ -16,6 +16,7 @@ import pytest
 from pipeline.command_line import (
     fraction,
     mebibytes,
+    named_files,
     named_reports,
     non_negative,
     positive,
@@ -33,6 +34,7 @@ from pipeline.errors import (
     worth_another_attempt,
 )
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
@@ -100,6 +102,10 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
     )
 
 
+DEMO = str(Path(__file__).parents[1] / "configs" / "demo.yaml")
+TEXTS = str(REVIEWS_HELDOUT)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -108,6 +114,15 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
         (
             ("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"),
             "sampling text",
+        ),
+        (("estimate", DEMO), "estimating demo"),
+        (("train", DEMO, "--dry-run"), "planning demo"),
+        (("upscale", DEMO, "--set", "folder=x"), "upscaling "),
+        (("tokenize", DEMO, "--set", "folder=x", "--set", "data.folder=y"), "tokenizing demo"),
+        (("inspect", "missing"), "inspecting missing"),
+        (
+            ("config", "init", "--base", "missing", "--new", TEXTS, "--old", TEXTS),
+            "a first configuration for missing",
         ),
     ],
 )
@@ -195,3 +210,13 @@ def test_two_reports_of_one_name_are_refused():
     assert named_reports(["ko=a.txt", "b.txt"]) == {"ko": "a.txt", "b.txt": "b.txt"}
     with pytest.raises(ConfigError, match=r"--report-on: .* found ko for a\.txt and for b\.txt"):
         named_reports(["ko=a.txt", "ko=b.txt"])
+
+
+def test_a_file_may_have_the_sign_of_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lang=ko.txt").touch()
+    paths = ["lang=ko.txt", "hf://data/x?split=test", "texts/lang=ko/*.jsonl"]
+    assert named_files("--data", [*paths, "ko=lang=ko.txt"]) == {
+        **{path: path for path in paths},
+        "ko": "lang=ko.txt",
+    }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import COMMANDS
+from pipeline.commands import all_commands
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("studies/*.md")])
@@ -24,7 +24,7 @@ SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
     r"(?:python -m (benchmarks\.\w+|studies\.\w+\.\w+|studies (?:run|report))|"
-    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(COMMANDS)})(?: init| show)?)(?![\w-]))"
+    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(all_commands())})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
 

@@ -13,8 +13,9 @@ import torch
 
 from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
-from pipeline.conversion.convert import EXPORT, Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
@@ -25,12 +26,13 @@ from pipeline.data.tokenizer.extension.vocabulary import (
 )
 from pipeline.errors import OutputError, UserError
 from pipeline.expansion_folder import EXPANSION, write_expansion
+from pipeline.extensions.self_generated.corpus import plan_of, sample_corpus
 from pipeline.files.folders import check_replaceable
 from pipeline.gating.folder import GATE, write_gate
 from pipeline.gating.gate import FittedGate
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
-from pipeline.self_generated.corpus import plan_of, sample_corpus
 from studies.biographies.make_texts import write_corpora
 from studies.harness.random_base import make_random_base
 from studies.harness.study import RandomBase
@@ -38,9 +40,9 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, stories, write_jsonl
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import job as sampling_job
 from tests.gating.test_gate import RECORD
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import job as sampling_job
 from tests.widened import scale_settings
 
 Writer = Callable[[Path], object]
@@ -106,7 +108,7 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
     architecture = inputs / "architecture.json"
     shutil.copy(STORIES / "config.json", architecture)
 
-    with local_workers(1, preload="pipeline.self_generated.corpus") as workers:
+    with local_workers(1, preload="pipeline.extensions.self_generated.corpus") as workers:
 
         def write_export(path: Path) -> None:
             asked = Conversion(checkpoint, STORIES, path, format="merged")

@@ -24,7 +24,8 @@ from pipeline.config.method import (
     Method,
     ScaleMethod,
 )
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods.build_model import quantize_base
+from pipeline.methods.registry import method_for
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import ActivationCheckpointing

@@ -38,6 +38,7 @@ from benchmarks.results import ROOT
 from pipeline import command_line
 from pipeline.errors import ConfigError
 from pipeline.files.json_files import write_json
+from pipeline.list_options import join_repeated_lists
 
 PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("parity", "check_parity"),
@@ -158,6 +159,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    join_repeated_lists(parser)
     names = [*PARTS, "quick"]
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="PART", help=f"of: {', '.join(names)}"

@@ -155,9 +155,8 @@ def _gated_model(setting: Setting) -> ScaleForCausalLM:
         gate_layer=1,
     )
     model = ScaleForCausalLM(config).to(setting.device, torch.bfloat16).eval()
-    # The gate decides in fp32: rounded scores would open other tokens.
-    model.token_gate.float()
     for parameter in model.parameters():
         # Large enough that the most likely token is so by far: rounding does not choose another.
         torch.nn.init.normal_(parameter, std=0.2)
+    torch.nn.init.normal_(model.token_gate.weight, std=0.2)
     return model

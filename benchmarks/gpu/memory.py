@@ -15,7 +15,7 @@ from benchmarks.gpu_step.models import our_method, set_randomly
 from benchmarks.gpu_step.peak_memory import PeakMemory
 from benchmarks.results import BASES
 from pipeline.config.run import RunConfig, load_config
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec

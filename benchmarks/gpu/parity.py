@@ -21,7 +21,7 @@ from benchmarks.gpu_step.models import our_model, set_randomly
 from benchmarks.results import BASES, STORIES
 from pipeline.config.base import BasePrecision
 from pipeline.config.method import FullFineTuning, Lora, Method
-from pipeline.methods import quantize_base
+from pipeline.methods.build_model import quantize_base
 from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder

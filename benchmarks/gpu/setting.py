@@ -13,7 +13,8 @@ import torch
 from benchmarks.results import STORIES
 from pipeline.config.base import BasePrecision
 from pipeline.config.method import Method, ScaleMethod
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods.build_model import quantize_base
+from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import open_base

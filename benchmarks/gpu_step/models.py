@@ -14,7 +14,8 @@ from benchmarks.gpu_step.variants import Variant
 from benchmarks.results import eighth_of
 from pipeline.config.base import BasePrecision
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods.build_model import quantize_base
+from pipeline.methods.registry import method_for
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import quantization_of

@@ -29,6 +29,7 @@ from pipeline.data.corpus.indexed_dataset import shard_file, token_dtype, writin
 from pipeline.data.corpus.manifest import MANIFEST, InputFile, TokenizerRecord
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import TrainingSamples
+from pipeline.data.sources.file_state import state_of
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.corpus_folder import CorpusPlan, check_finished, manifest_of
@@ -128,10 +129,10 @@ def make_state(folder: Path, files: int) -> None:
     plan = file_hash(state / "plan.json")
     for number in range(files):
         name = f"{number:05d}-000000"
-        unit = replace(done.units[0], name=name, path=str(texts / f"{number:06d}.txt"))
-        ranges = FileRecord(
-            unit=f"{number:05d}.ranges", plan=plan, sha256=done.sha256, units=[unit]
-        )
+        text = texts / f"{number:06d}.txt"
+        found = state_of(text)
+        unit = replace(done.units[0], name=name, path=str(text), state=found)
+        ranges = FileRecord(unit=f"{number:05d}.ranges", plan=plan, state=found, units=[unit])
         write_unsynced(state / f"{ranges.unit}.json", ranges)
         # All but each hundredth unit is done.
         if number % 100:

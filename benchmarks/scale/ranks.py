@@ -26,7 +26,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from benchmarks.results import BASES, STORIES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, opened, report
-from pipeline import methods
 from pipeline.checks.checklist import check_stage
 from pipeline.checks.preflight.allocation import Allocation
 from pipeline.checks.preflight.input_files import check_corpora, check_same_files
@@ -35,6 +34,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers
+from pipeline.methods.build_model import build_model
 from pipeline.methods.scale import upscale
 from pipeline.model import base_folder
 from pipeline.model.base_folder import SINGLE_FILE
@@ -44,7 +44,7 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from pipeline.sizing.traffic import GATHER
-from pipeline.training import trainer
+from pipeline.training.base_copies import hash_base
 from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
 RANKS_PER_NODE = 8
@@ -108,10 +108,8 @@ def start(config: RunConfig, ranks: int) -> Row:
         for check in (check_same_files, check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
-        trainer.hash_base(inputs)
-        inputs.method.load(
-            methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE
-        )
+        hash_base(inputs)
+        inputs.method.load(build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
         return [*times, time.thread_time()]
 
     def all_gather(found: list[object], own: object, group: object = None) -> None:

@@ -22,7 +22,7 @@ from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind, Span, rank_file, read_index
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.observers.metrics import MetricsFiles

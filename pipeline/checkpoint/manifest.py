@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipeline.config.base import BasePrecision, Fp8Scaling
 from pipeline.config.data import Data
@@ -21,6 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.config.stages import proportions
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
+from pipeline.expansion_folder import ExpansionFolder
 from pipeline.files.folders import FolderKind
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import (
@@ -35,6 +37,7 @@ from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout
 from pipeline.scale.plan import added_widths
 
@@ -67,6 +70,11 @@ PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 class _ManifestSection(BaseModel):
     # An unknown entry is refused: it is damage, or of a version that this one cannot resume.
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _null_as_nan(value: object) -> object:
+    """Earlier versions wrote null for a number that is not finite."""
+    return math.nan if value is None else value
 
 
 class StepRecord(NamedTuple):
@@ -120,7 +128,7 @@ class Position(_ManifestSection):
     recomputed_steps: int = 0
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
-    initial_nll_per_token: dict[str, float] = {}
+    initial_nll_per_token: dict[str, Annotated[float, BeforeValidator(_null_as_nan)]] = {}
     recent: tuple[StepRecord, ...] = ()
     lowest_nll_per_token: float | None = None
     validations_without_gain: int = 0
@@ -260,6 +268,19 @@ class CheckpointManifest(_ManifestSection):
         write_record(folder / MANIFEST_FILE, self)
 
 
+def describe_model(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
+    """The settings that change what trained weights compute, by their names in `SAME_MODEL`."""
+    fp8 = Fp8Record()
+    if config.base_precision == "fp8":
+        fp8 = Fp8Record(scaling=config.fp8.scaling)
+    return {
+        "method": config.method.model_dump(mode="json"),
+        "base_precision": config.base_precision,
+        "fp8": fp8.model_dump(),
+        "is_hosted": not spec.is_native,
+    }
+
+
 def describe_run(
     config: RunConfig,
     base: BaseFolder,
@@ -278,9 +299,6 @@ def describe_run(
     own_tokens = None
     if model.plan is not None and model.plan.own is not None:
         own_tokens = model.plan.own.tokens
-    fp8 = Fp8Record()
-    if config.base_precision == "fp8":
-        fp8 = Fp8Record(scaling=config.fp8.scaling)
     vocabulary = None
     if config.vocabulary is not None:
         vocabulary = str(config.vocabulary.folder)
@@ -292,10 +310,7 @@ def describe_run(
             hub=source_of(config.base),
             architecture=architecture_of(base.spec),
         ),
-        base_precision=config.base_precision,
-        fp8=fp8,
-        is_hosted=not base.spec.is_native,
-        method=config.method.model_dump(mode="json"),
+        **describe_model(config, base.spec),
         expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),
         corpora=None if corpora is None else dict(corpora),
@@ -432,23 +447,65 @@ def check_same_run(
             f"{folder}: was trained with rows of their own for other tokens; put the run's initial "
             "expansion back as it was, or start a run in another folder"
         )
-    saved = _compared(manifest.run, names)
-    wanted = _compared(run, names)
-    # Names of either: a setting may exist in one of them only, as those of another method.
-    different = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
-    if different:
-        name = different[0]
-        more = ""
-        if len(different) > 1:
-            more = f" and {len(different) - 1} other settings"
+    difference = changed_settings(_compared(manifest.run, names), _compared(run, names))
+    if difference is not None:
         raise CheckpointError(
-            f"{folder}: was trained with another {_SECTION.get(name, '')}{name} (expected "
-            f"{saved.get(name)!r}, found {wanted.get(name)!r}){more}; set it back, or name another "
+            f"{folder}: was trained with another {difference}; set it back, or name another "
             "`folder` in the configuration, where a new run begins"
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)
         _check_same_stages(manifest, folder, run)
+
+
+def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first setting that two records do not have in common, with both values, and how many
+    others; None: there is none."""
+    before = dict(flattened(_as_settings(saved)))
+    now = dict(flattened(_as_settings(wanted)))
+    # Names of either: a setting may exist in one of them only, as those of another method.
+    different = [name for name in before | now if before.get(name) != now.get(name)]
+    if not different:
+        return None
+    name = different[0]
+    more = ""
+    if len(different) > 1:
+        more = f" and {len(different) - 1} other settings"
+    return (
+        f"{_SECTION.get(name, '')}{name} (expected {before.get(name)!r}, found {now.get(name)!r})"
+        f"{more}"
+    )
+
+
+def _as_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a record by the names that they have in a configuration."""
+    settings = dict(record)
+    if "is_hosted" in settings:
+        settings["base_code"] = "transformers" if settings.pop("is_hosted") else "native"
+    return settings
+
+
+def check_continues_function(
+    expansion: ExpansionFolder, config: RunConfig, spec: DecoderSpec
+) -> None:
+    """Checks that a run that trains an exported expansion further computes with it what the run
+    did that trained it.
+
+    Of an initial expansion, which has learned nothing, these settings may change.
+
+    Raises:
+        CheckpointError: a setting differs that changes what trained weights compute.
+    """
+    recorded = expansion.manifest.trained_as
+    if recorded is None:
+        return
+    saved = {**recorded, "method": with_defaults(Method, recorded["method"])}
+    difference = changed_settings(saved, describe_model(config, spec))
+    if difference is not None:
+        raise CheckpointError(
+            f"{expansion.path}: was trained with another {difference}, with which its weights "
+            "compute something else; set it back, or remove `init_expansion` to train a new one"
+        )
 
 
 def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
@@ -536,14 +593,14 @@ def not_recorded(manifest: CheckpointManifest) -> list[str]:
 
 
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
-    """The settings `names` of a run by their dotted names, without the sources of its corpora."""
+    """The settings `names` of a run, without the sources of its corpora."""
     # The schemas fill in the defaults of settings that are not recorded.
     data = with_new_names(run.data)
     corpora = {name: _with_files(corpus) for name, corpus in data["corpora"].items()}
     record = run.model_dump()
     record["data"] = with_defaults(Data, data | {"folder": "-", "corpora": corpora})
     record["method"] = with_defaults(Method, run.method)
-    return dict(flattened({name: record[name] for name in names}))
+    return {name: record[name] for name in names}
 
 
 def _with_files(corpus: Mapping[str, Any]) -> dict[str, Any]:

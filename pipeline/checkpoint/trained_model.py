@@ -22,8 +22,8 @@ from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.gating.gate import FittedGate
 from pipeline.hosted.bases import load_base, open_base
 from pipeline.hosted.folder import HostedFolder
-from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.registry import method_for
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder

@@ -24,18 +24,18 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
+    check_own_rows,
     check_parameter_groups,
     check_profile,
     check_run_folder,
     check_samples,
     check_samples_or_folder,
-    check_sampling_settings,
-    check_self_generated,
     check_start,
     check_tasks,
     check_texts,
     check_tokenizer,
     check_trackers,
+    check_trained_expansion,
 )
 from pipeline.checks.inputs import RunInputs
 from pipeline.checks.preflight.all_reduce import (
@@ -50,11 +50,10 @@ from pipeline.checks.preflight.matrix_products import check_matrix_products
 from pipeline.checks.preflight.memory import check_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import TRANSIENT_FAULT, PreflightError, UserError
+from pipeline.extension import CheckedStage, InputCheck, extensions
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 
-InputCheck: TypeAlias = Callable[[RunInputs], list[UserError] | None]
-"""Raises a UserError, or returns several."""
 RankCheck: TypeAlias = Callable[[Allocation], Finding]
 """Every rank calls it, at the same time as the others."""
 
@@ -75,35 +74,43 @@ _BASE_CHECKS: tuple[InputCheck, ...] = (
 )
 
 # Tokenization takes hours. So it begins with all checks of training that can be made before it.
-TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
+_TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_sampling_settings,
+    check_own_rows,
     check_initial_expansion,
+    check_trained_expansion,
 )
 
-TRAIN_CHECKS: tuple[InputCheck, ...] = (
+_TRAIN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
+    check_trained_expansion,
     check_start,
 )
 
 # The checks of both stages, as far as they can be made before any stage has run.
-DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
+_DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_sampling_settings,
+    check_own_rows,
     check_samples_or_folder,
     check_texts,
     check_exported_tokenizer,
     check_run_folder,
     check_initial_expansion,
+    check_trained_expansion,
     check_newest_checkpoint,
-    check_self_generated,
 )
+
+_CORE_CHECKS: dict[CheckedStage, tuple[InputCheck, ...]] = {
+    "tokenize": _TOKENIZE_CHECKS,
+    "train": _TRAIN_CHECKS,
+    "dry run": _DRY_RUN_CHECKS,
+}
 
 PREFLIGHT_CHECKS: tuple[RankCheck, ...] = (
     check_tensor_parallel_all_reduce,
@@ -128,16 +135,23 @@ def check_stage(
         UserError: the first fault that a check finds.
     """
     inputs = RunInputs(config, world_size)
-    checks = TOKENIZE_CHECKS if stage == "tokenize" else TRAIN_CHECKS
-    for check in checks:
+    for check in input_checks(stage):
         check(inputs)
     return inputs
+
+
+def input_checks(stage: CheckedStage) -> list[InputCheck]:
+    """The checks that are made for a stage: the core's, then those of the extensions."""
+    checks = list(_CORE_CHECKS[stage])
+    for extension in extensions():
+        checks += extension.input_checks(stage)
+    return checks
 
 
 def faults_of(inputs: RunInputs) -> list[UserError]:
     """The faults that the checks of a dry run find, each once."""
     faults: dict[str, UserError] = {}
-    for check in DRY_RUN_CHECKS:
+    for check in input_checks("dry run"):
         try:
             found = check(inputs) or []
         except UserError as error:

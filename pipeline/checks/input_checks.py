@@ -9,22 +9,28 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from pipeline import log
+from pipeline.checkpoint.manifest import check_continues_function
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
-from pipeline.conversion.formats import unsupported_reason
+from pipeline.conversion.formats import unsupported_reasons
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.tokenize.corpus_folder import finished
 from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
+from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
+from pipeline.expansion_folder import open_expansion
 from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.served_tokenizer import check_future_export
+from pipeline.methods.own_tokens import check_min_count
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.run_folder.lock import check_folder
 from pipeline.scale.plan import plan_expansion
-from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
+
+_logger = log.get_logger(__name__)
 
 # --- The configuration ----------------------------------------------------------------------------
 
@@ -85,8 +91,10 @@ def check_heldout_texts(inputs: RunInputs) -> None:
 
 
 def check_base(inputs: RunInputs) -> None:
-    """The base's folder can be read, with the header of every weight file."""
+    """The base's folder can be read, with the header of every weight file; what config.json ties
+    is equal in them."""
     _ = inputs.base.file_of
+    inputs.base.check_tie()
 
 
 def check_model(inputs: RunInputs) -> None:
@@ -116,7 +124,7 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
     expansion = None
     if isinstance(config.method, (ScaleMethod, Lora)):
         expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
-    refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+    refused = unsupported_reasons(config.method, expansion, spec, gated=config.gate is not None)
     # Format `auto` is merged where possible, and a merged export has the base's own model_type.
     model_type = ScaleConfig.model_type
     if refused["merged"] is None and config.base.is_dir():
@@ -125,16 +133,6 @@ def check_exported_tokenizer(inputs: RunInputs) -> None:
 
 
 # --- Texts and token corpora ----------------------------------------------------------------------
-
-
-def check_sampling_settings(inputs: RunInputs) -> None:
-    """The settings of self-generated text fit the base and its tokenizer."""
-    # A sequence length beyond the base's context is reported by `check_model`.
-    longest = min(inputs.config.data.sequence_length, inputs.spec.max_position_embeddings)
-    for corpus in inputs.config.data.corpora.values():
-        if corpus.sample is not None:
-            max_tokens = corpus.sample.max_tokens or longest
-            check_sampling(corpus.sample, max_tokens, inputs.tokenizer, inputs.spec)
 
 
 def check_texts(inputs: RunInputs) -> list[UserError]:
@@ -162,17 +160,15 @@ def check_texts(inputs: RunInputs) -> list[UserError]:
     return faults
 
 
-def check_self_generated(inputs: RunInputs) -> list[UserError]:
-    """Corpora of self-generated text that were begun are those of the configuration."""
-    if inputs.get_or_none("base") is None or inputs.get_or_none("tokenizer") is None:
-        return []  # Checks of their own report it.
-    faults: list[UserError] = []
-    for job in sampling_jobs(inputs.config):
-        try:
-            finished(job.output, plan_of(job))
-        except UserError as fault:
-            faults.append(fault)
-    return faults
+def check_own_rows(inputs: RunInputs) -> None:
+    """Some token of the new text is frequent enough to have a row of its own."""
+    spec = inputs.get_or_none("spec")
+    tokenizer = inputs.get_or_none("tokenizer")
+    if spec is None or tokenizer is None or check_texts(inputs):
+        return  # Checks of their own report it.
+    is_made = (inputs.config.initial_expansion_folder / EXPANSION_MANIFEST).exists()
+    if not is_made:
+        check_min_count(inputs.config, spec.vocab_size, tokenizer)
 
 
 def check_samples(inputs: RunInputs) -> None:
@@ -203,6 +199,22 @@ def check_initial_expansion(inputs: RunInputs) -> None:
         check_named_expansion(inputs.config.init_expansion)
     # It compares the hashes of the base's files, which takes a while for a large base.
     made_expansion(inputs.config, inputs.base)
+
+
+def check_trained_expansion(inputs: RunInputs) -> None:
+    """An expansion that was trained before computes in this run what it was trained to."""
+    folder = inputs.config.init_expansion
+    if folder is None or inputs.get_or_none("base") is None:
+        return  # A missing base is reported by `check_base`.
+    check_named_expansion(folder)
+    expansion = open_expansion(folder)
+    if expansion.is_trained and expansion.manifest.trained_as is None:
+        _logger.info(
+            "%s: an earlier version exported it without a record of method.norm, "
+            "method.router_threshold and base_precision: not compared",
+            folder,
+        )
+    check_continues_function(expansion, inputs.config, inputs.base.spec)
 
 
 def check_start(inputs: RunInputs) -> None:

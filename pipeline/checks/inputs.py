@@ -30,6 +30,7 @@ from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import (
     HeldoutSamples,
     StageSamples,
+    check_predicts,
     load_heldout,
     samples_of_stages,
 )
@@ -40,12 +41,14 @@ from pipeline.errors import DamagedCheckpointError, UserError
 from pipeline.evaluation.benchmarks import Tasks
 from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.hosted.bases import check_dtype, open_base, read_spec
-from pipeline.methods import build_model, training_method
+from pipeline.methods.build_model import build_model
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow
+from pipeline.methods.registry import training_method
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.run_folder.status import is_trained
 
@@ -127,7 +130,9 @@ class RunInputs:
     @cached_property
     def deepspeed_config(self) -> DeepSpeedConfig:
         """DeepSpeed's JSON, checked, and completed for this run."""
-        return deepspeed_config_of(self.config, self.layout)
+        opened = deepspeed_config_of(self.config, self.layout)
+        check_optimizer(self.config.schedule, opened)
+        return opened
 
     @cached_property
     def base(self) -> BaseFolder:
@@ -195,7 +200,8 @@ class RunInputs:
         fault of its own, corpora of any tokenizer are taken.
 
         Raises:
-            DataError: the corpora end before the run does, or are of another tokenizer.
+            DataError: the corpora end before the run does, are of another tokenizer, or predict
+                nothing.
         """
         config = self.config
         fingerprint = self.get_or_none("tokenizer_fingerprint")
@@ -209,7 +215,9 @@ class RunInputs:
             tokenizer_fingerprint=fingerprint,
             sampled_fingerprint=sampled_fingerprint,
         )
-        return Samples(training, load_heldout(config.data, tokenizer_fingerprint=fingerprint))
+        heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
+        check_predicts(training, heldout, config.validation.max_sequences)
+        return Samples(training, heldout)
 
     @cached_property
     def finished(self) -> bool:

@@ -13,8 +13,9 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.errors import ConfigError
-from pipeline.methods import build_model, training_method
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import GroupRow, group_rows
+from pipeline.methods.registry import training_method
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer

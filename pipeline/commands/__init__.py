@@ -1,41 +1,43 @@
-"""The commands of scale-cpt: a module each, of the command's name with `_` for `-`.
+"""The commands of scale-cpt: a module each.
 
 A command's module has a docstring, which is its help, `add_options(parser)`, and
-`main(arguments)`, which returns the exit code, or None for 0. `pipeline.cli` calls them.
+`main(arguments)`, which returns the exit code, or None for 0. `pipeline.cli` calls them. The core's
+are the modules of this package; extensions have others (`pipeline.extension`).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
 from pipeline import __version__
-from pipeline.errors import CONFIG_ERROR, did_you_mean
+from pipeline.errors import CONFIG_ERROR, ExtensionError, did_you_mean
+from pipeline.extension import Command, extensions
 from pipeline.installation import locate_docs
+from pipeline.list_options import join_repeated_lists
 
 PROGRAM = "scale-cpt"
 
-# In the order of `scale-cpt --help`. The summaries are here, and not only in the docstrings of the
-# modules, so that the list waits for no import.
-COMMANDS = {
+# In the order of `scale-cpt --help`; those of extensions come between them. The summaries are here,
+# and not only in the docstrings of the modules, so that the list waits for no import.
+_CORE_COMMANDS = {
     # The stages of a run.
     "config": "Shows every setting of a run, or writes a first configuration.",
-    "clean": "Cleans the corpora of a run that have a section `clean`, before tokenization.",
     "tokenize": "Makes token corpora of documents: Megatron's .bin/.idx, with a manifest.",
-    "sample": "Makes token corpora of text that the base model writes itself.",
     "upscale": "Computes the initial expansion of a base model, once, for any parallel layout.",
     "train": "Trains a run, from its newest checkpoint on.",
     "gate": "Fits the gate of a finished run, which decides per token whether the text is new.",
     "convert": "Converts a checkpoint to a Hugging Face folder, and verifies it.",
-    "combine": "Puts expansions of one base into one folder.",
     "evaluate": "Scores models: perplexity, benchmarks, chats, or the final table of a run.",
     # Before a run.
     "new": "Makes a folder to work in: configurations, batch scripts, the demo's model and texts.",
     "bases": "Lists which types of models can be a base: native, hosted or refused, and why.",
+    "try": "Goes through every stage of a run's job in 20 steps, in a folder of its own.",
     "estimate": "Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.",
     "tokenizer": "Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.",
     "vocabulary": "Adds tokens for a new language to a base's tokenizer.",
@@ -50,8 +52,51 @@ COMMANDS = {
 }
 
 
+_MODULES = {"try": "try_run"}
+"""Modules whose names are not those of their commands: try is a word of Python."""
+
+
+@cache
+def all_commands() -> Mapping[str, Command]:
+    """The commands of the core and of the installed extensions, in the order of `--help`.
+
+    Raises:
+        ExtensionError: an extension cannot be used, or two have a command of one name.
+    """
+    commands: dict[str, Command] = {}
+    previous = ""
+    for name, summary in _CORE_COMMANDS.items():
+        module = f"pipeline.commands.{_MODULES.get(name, name.replace('-', '_'))}"
+        commands[name] = Command(summary, module, after=previous)
+        previous = name
+    for extension in extensions():
+        for name, command in extension.commands().items():
+            if name in commands:
+                raise ExtensionError(
+                    f"extension {extension.name}: its command {name} is there already, as "
+                    f"{commands[name].module}; give it another name"
+                )
+            commands = _inserted(commands, name, command)
+    return commands
+
+
+def _inserted(commands: Mapping[str, Command], name: str, added: Command) -> dict[str, Command]:
+    """`commands` with one more, behind the one that it follows, or at the end."""
+    ordered: dict[str, Command] = {}
+    for other, command in commands.items():
+        ordered[other] = command
+        if other == added.after:
+            ordered[name] = added
+    ordered.setdefault(name, added)
+    return ordered
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line: what is wrong, and where help is."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        join_repeated_lists(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(CONFIG_ERROR, f"error: {self.prog}: {message}; see {self.prog} --help\n")
@@ -79,25 +124,26 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
 
-def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(with_options: Iterable[str] | None = None) -> argparse.ArgumentParser:
     """The parser of `scale-cpt`.
 
     Args:
-        with_options: The commands that are imported and get their options. The others are only
-            listed.
+        with_options: the commands that are imported and get their options; None: all. The others
+            are only listed.
     """
     parser = _Parser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    wanted = set(with_options)
-    for command, summary in COMMANDS.items():
+    commands = all_commands()
+    wanted = set(commands if with_options is None else with_options)
+    for name, command in commands.items():
         subparser = subparsers.add_parser(
-            command,
-            help=summary.replace("%", "%%"),
+            name,
+            help=command.summary.replace("%", "%%"),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if command in wanted:
-            module = load(command)
+        if name in wanted:
+            module = load(name)
             subparser.description = locate_docs(module.__doc__ or "")
             module.add_options(subparser)
             subparser.set_defaults(main=module.main)
@@ -106,4 +152,4 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
 
 def load(command: str) -> ModuleType:
     """Imports the module of a command."""
-    return import_module(f"pipeline.commands.{command.replace('-', '_')}")
+    return import_module(all_commands()[command].module)

@@ -1,24 +1,32 @@
 r"""Lists which types of models can be a base: native, hosted or refused, and why.
 
+    scale-cpt bases
     scale-cpt bases gemma3 qwen3_next gpt_oss
     scale-cpt bases path/to/model
+    scale-cpt bases --try gemma3
     scale-cpt bases --write docs/architectures.md
 
-A type of transformers is tried on a tiny model with random weights; without types all are, which
-takes a quarter of an hour. Of a model's folder, or its config.json, the structure is shown that
-transformers makes of its configuration; weights are not needed.
+The rows come from the table in docs/architectures.md. --try makes a row anew, with the installed
+transformers: it tries the type on a tiny model with random weights, in seconds to minutes. Of a
+model's folder, or its config.json, the structure is shown that transformers makes of its
+configuration; weights are not needed. --write tries every type, which takes a quarter of an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.files.publishing import write_text
+from pipeline.installation import shipped
 
 TABLE_BEGINS = "<!-- scale-cpt bases -->"
 TABLE_ENDS = "<!-- end of the table -->"
+PAGE = "docs/architectures.md"
+TABLE_HEAD = "| `model_type` | base | class | blocks, or why it is refused | documents in a row |\n"
+TABLE_HEAD += "|---|---|---|---|---|"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,35 +34,85 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "types",
         nargs="*",
         metavar="TYPE|FOLDER",
-        help="a model_type of transformers, or a model's folder or config.json",
+        help="a model_type of transformers, or a model's folder or config.json (default: all)",
+    )
+    parser.add_argument(
+        "--try",
+        dest="tried",
+        action="store_true",
+        help="try the types that are named with the installed transformers, instead of looking "
+        "them up",
     )
     parser.add_argument(
         "--write",
         type=Path,
         metavar="PAGE",
-        help=f"replace the table in a Markdown page, between {TABLE_BEGINS} and {TABLE_ENDS}",
+        help="try the types, by default all, and replace the table in a Markdown page, between "
+        f"{TABLE_BEGINS} and {TABLE_ENDS}",
     )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    # Here, because --help does not wait for torch.
-    from pipeline.hosted.survey import TABLE_HEAD, all_types, survey
+    types: list[str] = arguments.types
+    if arguments.write is not None:
+        _write(arguments.write, types)
+    elif arguments.tried:
+        if not types:
+            raise ConfigError("--try: name the types to try; without it, all types are listed")
+        _print_rows(_tried(types))
+    else:
+        _print_rows(_looked_up(types))
 
-    page = arguments.write
-    if page is not None:
-        before, after = _around_table(page)
-    rows: list[str] = []
+
+def _print_rows(rows: Iterator[str]) -> list[str]:
+    """Prints the table, each row as soon as it is known, and returns the rows."""
     print(TABLE_HEAD)
-    for found in survey(arguments.types or all_types()):
-        rows.append(found.row())
-        print(found.row(), flush=True)
-    if page is not None:
-        table = "\n".join([TABLE_HEAD, *rows])
-        write_text(page, f"{before}{TABLE_BEGINS}\n{table}\n{TABLE_ENDS}{after}")
+    printed: list[str] = []
+    for row in rows:
+        print(row, flush=True)
+        printed.append(row)
+    return printed
 
 
-def _around_table(page: Path) -> tuple[str, str]:
-    """What a page holds before and after its table.
+def _tried(types: list[str]) -> Iterator[str]:
+    """A row for each type or folder, or for all types, by experiment."""
+    # Here, because a look into the table does not wait for torch.
+    from pipeline.hosted.survey import all_types, survey
+
+    for found in survey(types or all_types()):
+        yield found.row()
+
+
+def _looked_up(types: list[str]) -> Iterator[str]:
+    """The rows of the stored table. A folder, or a type that is not there, is tried."""
+    stored = stored_rows()
+    if not types:
+        yield from stored.values()
+    for name in types:
+        if name in stored and not Path(name).exists():
+            yield stored[name]
+        else:
+            yield from _tried([name])
+
+
+def stored_rows() -> dict[str, str]:
+    """The rows of the table in docs/architectures.md, by type."""
+    _, table, _ = _parts_of(shipped() / PAGE, "the page of the bases")
+    rows: dict[str, str] = {}
+    for line in table.strip().splitlines()[2:]:
+        rows[line.split("`")[1]] = line
+    return rows
+
+
+def _write(page: Path, types: list[str]) -> None:
+    before, _, after = _parts_of(page, "--write")
+    rows = _print_rows(_tried(types))
+    table = "\n".join([TABLE_HEAD, *rows])
+    write_text(page, f"{before}{TABLE_BEGINS}\n{table}\n{TABLE_ENDS}{after}")
+
+
+def _parts_of(page: Path, what: str) -> tuple[str, str, str]:
+    """What a page holds before its table, the table, and what it holds after.
 
     Raises:
         ConfigError: there is no such page, or it has no place for the table.
@@ -62,11 +120,11 @@ def _around_table(page: Path) -> tuple[str, str]:
     try:
         before, _, rest = page.read_text(encoding="utf-8").partition(TABLE_BEGINS)
     except OSError as error:
-        raise ConfigError(f"--write: {page}: {error.strerror}; name a Markdown page") from None
-    _, end, after = rest.partition(TABLE_ENDS)
+        raise ConfigError(f"{what}: {page}: {error.strerror}; name a Markdown page") from None
+    table, end, after = rest.partition(TABLE_ENDS)
     if not end:
         raise ConfigError(
-            f"--write: {page}: has no lines {TABLE_BEGINS} and {TABLE_ENDS}; add them where the "
+            f"{what}: {page}: has no lines {TABLE_BEGINS} and {TABLE_ENDS}; add them where the "
             "table is to stand"
         )
-    return before, after
+    return before, table, after

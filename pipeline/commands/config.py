@@ -19,10 +19,14 @@ import yaml
 
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
-from pipeline.errors import ConfigError, UserError
+from pipeline.data.tokenize.input_files import named_files
+from pipeline.errors import BaseModelError, ConfigError, UserError
 from pipeline.files.publishing import write_text
+from pipeline.hub import model_folder
+from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
+_logger = get_logger(__name__)
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SHOW = "    scale-cpt config show configs/demo.yaml --set schedule.steps=20"
 _INIT = """\
@@ -103,6 +107,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a narrower expansion with self-generated text, for an export that any server runs",
     )
     init.add_argument(
+        "--hours",
+        type=command_line.positive_number,
+        help="how long the job may take, which decides how much it reads (default: 24 on CPUs; on "
+        "GPUs as long as the texts take)",
+    )
+    init.add_argument(
         "--output", type=Path, help="the YAML file to write (default: <name of the base>.yaml)"
     )
     add_cluster_options(init)
@@ -143,6 +153,7 @@ def _group_lines(config: RunConfig) -> list[str]:
             f"groups of parameters: unknown, because {config.base} is not on this machine; "
             "see scale-cpt train --dry-run --base-config"
         ]
+    _logger.info("groups of parameters: loading the libraries")
     # After the configuration is checked, because torch takes seconds.
     from pipeline.checks.inputs import RunInputs
     from pipeline.methods.parameter_groups import group_lines
@@ -161,8 +172,15 @@ def _write_first(arguments: argparse.Namespace) -> int:
     name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
-    # After the options are checked, because torch takes seconds.
-    from pipeline.checks.dry_run.make_plan import make_plan
+    for files in (arguments.new, arguments.old, arguments.old_chats, arguments.new_chats):
+        named_files(files)
+    base = model_folder(arguments.base)
+    if not base.is_dir():
+        raise BaseModelError(
+            f"--base: {base}: no such folder; give a model's folder, or org/name on the hub"
+        )
+    _logger.info("a first configuration for %s: loading the libraries", arguments.base)
+    # After the paths are checked, because torch takes seconds.
     from pipeline.sizing.first_config.propose import propose
     from pipeline.sizing.first_config.wanted import FirstRun
 
@@ -179,10 +197,15 @@ def _write_first(arguments: argparse.Namespace) -> int:
         new_chats=arguments.new_chats,
         messages_key=arguments.messages_key,
         gated=not arguments.without_gate,
+        hours=arguments.hours,
     )
     config, text = propose(wanted, cluster)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
+    _logger.info("wrote %s; its dry run follows", output)
+    # Not before: the file does not wait for its imports.
+    from pipeline.checks.dry_run.make_plan import make_plan
+
     plan = make_plan(config, cluster)
-    print(plan, f"wrote {output}", sep="\n\n")
+    print(plan)
     return 1 if plan.faults else 0

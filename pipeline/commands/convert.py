@@ -29,12 +29,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pipeline import command_line, log
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion import Format, Precision, Purpose
+from pipeline.conversion import AUTO, Precision, Purpose, offered_formats
 from pipeline.errors import ConfigError
+from pipeline.extension import FormatOption
 from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.status import unfinished_progress
 
@@ -67,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         type=_format,
-        choices=get_args(Format),
-        default="auto",
+        choices=(AUTO, *offered_formats()),
+        default=AUTO,
         help="see above (default: auto)",
     )
     parser.add_argument(
@@ -85,20 +86,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="training: other tools can train a wider merged model in fp32 (default: serving)",
     )
     parser.add_argument(
-        "--bits",
-        type=int,
-        choices=(4, 8, 16),
-        help="with --format difference: the bits that store an element of a layer's matrix "
-        "(default: 4)",
-    )
-    parser.add_argument(
-        "--min-count",
-        type=command_line.non_negative,
-        help="with --format difference: how often a token must occur in the run's new texts for "
-        "rows of its own in embedding and output; all rarer tokens share one; 0: all tokens have "
-        "their own (default: 20)",
-    )
-    parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         choices=(1, 2, 4, 8),
@@ -113,6 +100,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="documents to verify on: JSONL, .txt, .zst, ... (default: the run's held-out texts)",
     )
+    for offered in offered_formats().values():
+        for option in offered.options:
+            parser.add_argument(
+                option.flag,
+                dest=option.name,
+                type=option.parse,
+                choices=option.choices or None,
+                help=option.help,
+            )
 
 
 def _format(text: str) -> str:
@@ -143,35 +139,41 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate"
         )
-    if arguments.format not in ("auto", "difference") and _asks_packing(arguments):
-        raise ConfigError(
-            f"--bits and --min-count belong to --format difference, found --format "
-            f"{arguments.format}; remove them"
-        )
-    if arguments.min_count is not None and not arguments.run:
-        raise ConfigError(
-            "--min-count: counts tokens in the corpora of a run; name the run, or remove it to "
-            "store the rows of all tokens"
-        )
+    for name, offered in offered_formats().items():
+        asked = [option.flag for option in offered.options if _is_given(arguments, option)]
+        if asked and arguments.format not in (AUTO, name):
+            raise ConfigError(
+                f"{' and '.join(asked)}: expected --format {name}, found --format "
+                f"{arguments.format}; remove one of them"
+            )
 
 
-def _asks_packing(arguments: argparse.Namespace) -> bool:
-    """Whether options of the format `difference` are given."""
-    return arguments.bits is not None or arguments.min_count is not None
+def _format_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of single formats that are given, by name."""
+    options: dict[str, Any] = {}
+    for offered in offered_formats().values():
+        for option in offered.options:
+            if _is_given(arguments, option):
+                options[option.name] = getattr(arguments, option.name)
+    return options
+
+
+def _is_given(arguments: argparse.Namespace, option: FormatOption) -> bool:
+    return getattr(arguments, option.name) is not None
 
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
+    converted = arguments.checkpoint if config is None else config.folder
+    _logger.info("converting %s: loading the libraries, then the checkpoint", converted)
     # After the arguments and the configuration are checked, so that a mistake is reported at once.
     from pipeline.conversion.convert import (
         TYPES,
-        Conversion,
         convert,
         latest_conversion,
-        packing_of,
         run_sources,
     )
-    from pipeline.conversion.difference import FOUR_BITS
     from pipeline.conversion.probe_texts import probe_maker
+    from pipeline.conversion.request import Conversion
     from pipeline.data.sources.records import Keys
     from pipeline.hf.served_tokenizer import texts_of
 
@@ -198,10 +200,6 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
                 "(docs/self_generated.md)"
             )
         conversion = replace(conversion, gate=None)
-    # Only a difference is packed, and it has a gate: other exports do not read the run's tokens.
-    packing = FOUR_BITS
-    if conversion.gate is not None and arguments.format in ("auto", "difference"):
-        packing = packing_of(config, arguments.bits, arguments.min_count)
     conversion = replace(
         conversion,
         output=arguments.output or conversion.output,
@@ -210,9 +208,8 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         overwrite=arguments.overwrite,
         purpose=arguments.purpose,
-        packing=packing,
-        packing_is_asked=_asks_packing(arguments),
         tp_size=arguments.tensor_parallel_size,
+        options=_format_options(arguments),
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     _logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)

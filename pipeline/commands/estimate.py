@@ -1,8 +1,10 @@
 r"""Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.
 
-    scale-cpt estimate configs/demo.yaml --gpus 2
+    scale-cpt estimate configs/demo.yaml
     scale-cpt estimate configs/cpt_korean_llama3.2_1b.yaml --gpus 8 \
         --base-config configs/bases/llama-3.2-1b.json
+
+Without --gpus it is for this machine: its GPUs, or processes on its CPUs, whose speed is measured.
 
 Layouts that recompute more than they must are left out; --all lists them. A layout is recommended
 if it leaves at least 5 % of the usable memory, which is the error of the estimate. The exit code is
@@ -16,8 +18,10 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.errors import ConfigError
+from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if "gpus" not in arguments:
-        raise ConfigError("--gpus: give the number of GPUs, such as --gpus 8")
+    config = load_config(arguments.run, arguments.set, base="described")
+    _logger.info("estimating %s: loading the libraries, then each layout", config.name)
     # Here, because --help does not wait for torch.
     from pipeline.sizing.estimate import open_estimator
     from pipeline.sizing.report import report, report_values
 
-    config = load_config(arguments.run, arguments.set, base="described")
     cluster = cluster_of(arguments)
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
     if arguments.json:

@@ -16,6 +16,9 @@ import yaml
 
 from pipeline import command_line
 from pipeline.config.sources import CHECKPOINTS
+from pipeline.log import get_logger
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    _logger.info("inspecting %s: loading the libraries", arguments.checkpoint)
     # Here, because --help does not wait for torch.
     from pipeline.checkpoint.folder import latest_checkpoint
     from pipeline.checkpoint.trained_model import describe_checkpoint

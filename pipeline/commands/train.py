@@ -23,6 +23,8 @@ from pipeline.errors import ConfigError
 from pipeline.local_ranks import run_ranks
 from pipeline.sizing.cluster import Cluster, add_cluster_options, cluster_of
 
+_logger = log.get_logger(__name__)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
@@ -62,10 +64,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _dry_run(arguments: argparse.Namespace) -> int:
     """Prints the plan of the run. Returns 1 if the run could not start."""
+    config = load_config(arguments.run, arguments.set)
+    _logger.info("planning %s: loading the libraries, then the base", config.name)
     # Here, because the ranks of training need none of its imports.
     from pipeline.checks.dry_run.make_plan import make_plan
 
-    config = load_config(arguments.run, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
     if arguments.json:
         command_line.print_json(plan.values())
@@ -87,6 +90,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Trains as one rank; returns the exit code."""
+    _logger.info("training %s: loading the libraries, then the base", arguments.run)
     import torch
 
     from pipeline.training import launch

@@ -47,6 +47,7 @@ def _upscale(config: RunConfig) -> None:
     if newest_checkpoint_step(config.folder) and _seems_made_for(config, method):
         _logger.info("%s is there already, and training has begun", output)
         return
+    _logger.info("upscaling %s: loading the libraries, then the base", config.base)
     # After the configuration is checked, so that a mistake in it is reported at once.
     from pipeline.data.tokenizer.load import load_tokenizer
     from pipeline.hosted.bases import open_base

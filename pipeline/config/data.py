@@ -29,6 +29,8 @@ CleaningStep = Literal[
 CHAT_DATE = date(2025, 1, 1)
 """Default of data.chat_date, the date that chat templates are told is today's."""
 
+ChatStart = Literal["template", "tokenizer"]
+
 
 class Sampling(Section):
     """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
@@ -88,8 +90,9 @@ class Cleaning(Section):
     min_language_score: Fraction = 0.65
     """lowest confidence of `language_model`, from 0 to 1, with which a document is kept"""
     benchmarks: Texts = []
-    """JSONL files, or patterns, of benchmarks: documents that share a run of `shared_words` words
-    with them are dropped; `heldout_input` of every corpus is always compared too"""
+    """files, or patterns, of benchmarks in JSONL, JSON, CSV, TSV, Parquet or Arrow: documents that
+    share a run of `shared_words` words with them are dropped; `heldout_input` of every corpus is
+    always compared too"""
     shared_words: PositiveInt | None = None
     """how many words in a row count as copied from a benchmark or a held-out text; default: 8 for
     Korean, 13 for English"""
@@ -244,6 +247,9 @@ class Data(Section):
     chat_date: date = CHAT_DATE
     """date that a chat template is told when it asks for today's (`strftime_now`), so that tokens
     do not depend on the day"""
+    chat_start: ChatStart = "template"
+    """what a chat begins with: template, exactly what the chat template writes, as a server that
+    calls it sends; or tokenizer, the start token that the tokenizer puts before every text"""
     document_mask: bool = True
     """whether attention and positions stay within a document"""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeGuard, Union
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard, Union, get_args
 
 from pydantic import Field, model_validator
 
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pipeline.errors import ExtensionError
+from pipeline.extension import OfferedMethod, extensions, load_object
 
 Initialiser = Literal["zero", "random", "svd"]
 CollaborativeModules = Literal["attention", "ffn", "both"]
@@ -44,8 +48,25 @@ class OwnRows(Section):
     tokens share one row"""
 
 
-class ScaleMethod(Section):
+class MethodSettings(Section):
+    """The settings of one training method; a subclass narrows `name` to its own.
+
+    Attributes:
+        title: what tables and figures call the method.
+        keeps_base: whether the base's own weights stay frozen, so that the model can be compared
+            with the base while it trains.
+    """
+
+    title: ClassVar[str]
+    keeps_base: ClassVar[bool] = True
+
+    name: str
+
+
+class ScaleMethod(MethodSettings):
     """SCALE: a frozen base, widened."""
+
+    title = "SCALE"
 
     name: Literal["scale"]
     variant: Literal["preserve", "adapt", "route"] = "adapt"
@@ -130,25 +151,33 @@ class ScaleMethod(Section):
         return settings
 
 
-class FullFineTuning(Section):
+class FullFineTuning(MethodSettings):
     """Every parameter of the base trains."""
+
+    title = "full fine-tuning"
+    keeps_base = False
 
     name: Literal["fft"]
 
 
-class Freeze(Section):
+class Freeze(MethodSettings):
     """Full fine-tuning of all but the embedding and the bottom layers."""
+
+    title = "Freeze"
+    keeps_base = False
 
     name: Literal["freeze"]
     frozen_layers: PositiveInt
     """number of bottom layers that do not train"""
 
 
-class Lora(Section):
+class Lora(MethodSettings):
     """LoRA adapters of frozen linear maps: Y = W X + (alpha / rank) · B A X; B starts at zero.
 
     With a gate, only tokens that it opens read the adapters, and the rows and gains beside them.
     """
+
+    title = "LoRA"
 
     name: Literal["lora"]
     rank: PositiveInt
@@ -181,18 +210,68 @@ class Lora(Section):
         return self.model_dump(mode="json")
 
 
-class LlamaPro(Section):
+class LlamaPro(MethodSettings):
     """LLaMA Pro: copies of blocks, whose output maps start at zero, train between frozen blocks."""
+
+    title = "LLaMA Pro"
 
     name: Literal["llama_pro"]
     added_layers: PositiveInt
     """number of copied blocks, a divisor of the base's number of layers"""
 
 
+CORE_METHODS: tuple[type[MethodSettings], ...] = (
+    ScaleMethod,
+    FullFineTuning,
+    Freeze,
+    Lora,
+    LlamaPro,
+)
+
+
+def _name_of(settings: type[MethodSettings]) -> str:
+    """The name that selects a method."""
+    name: str = get_args(settings.model_fields["name"].annotation)[0]
+    return name
+
+
+@cache
+def offered_methods() -> Mapping[str, OfferedMethod]:
+    """The methods of the installed extensions, by name.
+
+    Raises:
+        ExtensionError: an extension cannot be used, or has a method of a name that is there.
+    """
+    taken = {_name_of(settings) for settings in CORE_METHODS}
+    offered: dict[str, OfferedMethod] = {}
+    for extension in extensions():
+        for method in extension.methods():
+            name = _name_of(load_object(method.settings))
+            if name in taken or name in offered:
+                raise ExtensionError(
+                    f"extension {extension.name}: its method {name} is there already; give it "
+                    "another name"
+                )
+            offered[name] = method
+    return offered
+
+
+@cache
+def method_settings() -> Mapping[str, type[MethodSettings]]:
+    """The settings of every method, of the core and of extensions, by name."""
+    settings = {_name_of(one): one for one in CORE_METHODS}
+    for name, offered in offered_methods().items():
+        settings[name] = load_object(offered.settings)
+    return settings
+
+
 # Chosen by its `name`, so that errors are about the settings of that method alone.
-Method = Annotated[
-    Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
-]
+if TYPE_CHECKING:
+    Method = Annotated[
+        Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
+    ]
+else:
+    Method = Annotated[Union[tuple(method_settings().values())], Field(discriminator="name")]
 
 
 def starts_from_expansion(method: Method) -> TypeGuard[ScaleMethod | Lora]:
@@ -206,9 +285,9 @@ def starts_from_expansion(method: Method) -> TypeGuard[ScaleMethod | Lora]:
     return isinstance(method, Lora) and method.own_rows is not None
 
 
-_TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}
-
-
 def title_of(name: str) -> str:
     """The title of a method, or of a variant of SCALE, in tables and figures."""
-    return _TITLES.get(name) or f"SCALE-{name.capitalize()}"
+    settings = method_settings().get(name)
+    if settings is None or settings is ScaleMethod:
+        return f"SCALE-{name.capitalize()}"
+    return settings.title

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import BaseCode, BasePrecision, Fp8Settings, VocabularySettings
+from pipeline.config.changed_steps import with_fitting_steps
 from pipeline.config.checkpoints import CheckpointSettings
 from pipeline.config.data import Data, Role
 from pipeline.config.gate import GateSettings
 from pipeline.config.health import Preflight, WatchdogSettings
-from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMethod
+from pipeline.config.method import FullFineTuning, Lora, Method, ScaleMethod
 from pipeline.config.observers import Metrics, Profile, TrackerSettings
 from pipeline.config.parallel import Parallel
 from pipeline.config.reading import NonNegativeInt, Section, checked
@@ -174,7 +175,7 @@ class RunConfig(Section):
         if self.init_expansion is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
         # These two train the base's own weights: there are no base's logits to compare with.
-        if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
+        if limits.max_kl_from_base is not None and not method.keeps_base:
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
@@ -207,7 +208,7 @@ class RunConfig(Section):
                     f"validation.probe: {probe} is no corpus with a held-out part; set "
                     "heldout_input or heldout_fraction of one"
                 )
-            if isinstance(self.method, (FullFineTuning, Freeze)):
+            if not self.method.keeps_base:
                 raise ValueError(
                     f"validation.probe: method {self.method.name} keeps no base to compare with; "
                     "remove it"
@@ -298,7 +299,10 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
     source = str(path)
     for change in changes:
         source += f" {COMMAND_LINE} {change}"
-    config = parse_config(read_settings(path, changes), source=source)
+    settings = read_settings(path, changes)
+    if changes:
+        settings = with_fitting_steps(read_settings(path), settings)
+    config = parse_config(settings, source=source)
     if base == "named":
         return config
 

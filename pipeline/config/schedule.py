@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipeline.config.reading import Decay, Fraction, PositiveFloat, PositiveInt, Section
+from pipeline.errors import ExtensionError, did_you_mean
+from pipeline.extension import extensions
 
 DecayShape = Literal["linear", "cosine", "wsd"]
+
+
+CORE_OPTIMIZERS = {
+    "adamw": "pipeline.optimizers.adamw:ADAMW",
+    "muon": "pipeline.optimizers.muon:MUON",
+}
+"""Where each `pipeline.optimizers.optimizer.Optimizer` is, by its name."""
+
+
+@cache
+def offered_optimizers() -> Mapping[str, str]:
+    """The optimizers of the core and of the installed extensions, as `CORE_OPTIMIZERS`.
+
+    Raises:
+        ExtensionError: an extension cannot be used, or has an optimizer of a name that is there.
+    """
+    offered = dict(CORE_OPTIMIZERS)
+    for extension in extensions():
+        for name, place in extension.optimizers().items():
+            if name in offered:
+                raise ExtensionError(
+                    f"extension {extension.name}: its optimizer {name} is there already, as "
+                    f"{offered[name]}; give it another name"
+                )
+            offered[name] = place
+    return offered
+
+
+def _offered(name: str) -> str:
+    """The name of an optimizer, if there is one of that name."""
+    names = list(offered_optimizers())
+    if name not in names:
+        raise ValueError(f"expected one of {', '.join(names)}{did_you_mean(name, names)}")
+    return name
 
 
 class Schedule(Section):
@@ -24,9 +62,9 @@ class Schedule(Section):
     product with the data-parallel size"""
     learning_rate: PositiveFloat
     """peak learning rate, reached after the warm-up"""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """optimizer: AdamW for all parameters (adamw), or Muon for the matrices within layers and AdamW
-    for all others (muon), both with learning_rate (docs/methods.md)"""
+    optimizer: Annotated[str, AfterValidator(_offered)] = "adamw"
+    """optimizer: AdamW for all parameters (adamw), Muon for the matrices within layers and AdamW
+    for all others (muon), or one of an extension; all with learning_rate (docs/methods.md)"""
     decay: DecayShape = "linear"
     """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,55 +15,38 @@ from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, Precision, Purpose
-from pipeline.conversion.adapter import load_with_adapter, write_adapter
-from pipeline.conversion.difference import (
-    FOUR_BITS,
-    DifferenceReport,
-    Packing,
-    describe_difference,
-    stored_sizes,
-    verify_difference,
-)
-from pipeline.conversion.formats import check_format, check_tp_size, choose_export
+from pipeline.conversion import Precision, offered_formats
+from pipeline.conversion.core_formats import EXPANSION, Expansion
+from pipeline.conversion.export_format import ExportFormat, HfFormat
+from pipeline.conversion.formats import check_format, check_tp_size
 from pipeline.conversion.model_card import model_card, on_stored_scale
-from pipeline.conversion.probe_texts import MakeProbe, Probe
-from pipeline.conversion.verify import Loader, Report, describe, verify
+from pipeline.conversion.probe_texts import MakeProbe
+from pipeline.conversion.request import Conversion
+from pipeline.conversion.written_files import describe_files
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.expansion_folder import EXPANSION, write_expansion
-from pipeline.files.folders import FolderKind, check_replaceable, holds, published_folder
+from pipeline.files.folders import check_replaceable, holds, published_folder
 from pipeline.files.hashes import file_hash
-from pipeline.files.json_files import read_object, write_json
+from pipeline.files.json_files import read_object, with_named_floats, write_json
 from pipeline.files.publishing import write_text
 from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
-from pipeline.hf.load import load_hf_model
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
-from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
-from pipeline.hf.write import Export, code_files, dtype_name, write_hf_folder
-from pipeline.hosted.bases import computed_dtype, runnable_types, unsupported_in
-from pipeline.hub import source_of
-from pipeline.methods.own_tokens import frequent_tokens
-from pipeline.model.architecture import architecture_of
-from pipeline.model.from_hf import RESIDUAL_KEY, read_spec
+from pipeline.hf.served_tokenizer import texts_of, warn_of_base
+from pipeline.hf.write import code_files, dtype_name
+from pipeline.hosted.bases import runnable_types, unsupported_in
 from pipeline.model.spec import DecoderSpec
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
-RECORD = "conversion.json"
-MIN_COUNT = 20
-"""Default of --min-count: how often a token must occur in the corpora of role new to have rows of
-its own in a difference."""
-EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -71,41 +54,6 @@ TYPES: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 _logger = log.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A request to convert a checkpoint.
-
-    Attributes:
-        checkpoint: the folder of the checkpoint.
-        base: the folder of its base.
-        output: the folder to write.
-        format: what to write; `auto` is `merged` where that can express the model.
-        dtype: the type of the weights; None: the base's own, but fp32 with a hosted base of which
-            transformers keeps parameters in fp32.
-        gate: the folder of the run's gate; None: the export has none.
-        vocabulary: the folder of the extended vocabulary; None: where it was in training.
-        overwrite: whether anything at `output` may be replaced.
-        purpose: what the export is for; it decides the scale at which a merged export stores added
-            channels.
-        packing: how the format `difference` stores the difference.
-        packing_is_asked: whether the user chose `packing`, so that other formats are refused.
-        tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
-    """
-
-    checkpoint: Path
-    base: Path
-    output: Path
-    format: Format = "auto"
-    dtype: torch.dtype | None = None
-    gate: Path | None = None
-    vocabulary: Path | None = None
-    overwrite: bool = False
-    purpose: Purpose = "serving"
-    packing: Packing = FOUR_BITS
-    packing_is_asked: bool = False
-    tp_size: int = 1
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
@@ -127,43 +75,8 @@ def latest_conversion(config: RunConfig) -> Conversion:
         output=config.folder / HF_FOLDER,
         gate=gate,
         vocabulary=vocabulary,
+        run=config,
     )
-
-
-def packing_of(
-    config: RunConfig | None, bits: int | None = None, min_count: int | None = None
-) -> Packing:
-    """How the format `difference` stores the difference of a run.
-
-    Args:
-        config: the run, whose corpora of role new decide which tokens have rows of their own; None:
-            all tokens have them.
-        bits: the bits of an element of a matrix within layers; None: 4.
-        min_count: how often a token must occur in these corpora to have rows of its own; None: 20;
-            0: all tokens have rows.
-
-    Raises:
-        ConfigError: no token occurs `min_count` times.
-        DataError: a corpus is not tokenized, or not by the run's tokenizer.
-    """
-    packing = FOUR_BITS
-    if bits is not None:
-        packing = Packing(bits)
-    if min_count is None:
-        min_count = MIN_COUNT
-    if config is None or config.gate is None or not isinstance(config.method, FullFineTuning):
-        # No run, or a run that cannot be exported in this format: nothing is counted.
-        return packing
-    if min_count == 0:
-        return packing
-    own_tokens = frequent_tokens(
-        config,
-        read_spec(config.base).vocab_size,
-        min_count,
-        setting="--min-count",
-        tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint,
-    )
-    return replace(packing, own_tokens=own_tokens)
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
@@ -181,7 +94,9 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
         source = heldout_source(config.data, name)
         if source.sample is None and is_text(source.input):
             inputs[name] = source.input
-            keys[name] = keys_of(source, config.tokenizer, config.data.chat_date)
+            keys[name] = keys_of(
+                source, config.tokenizer, config.data.chat_date, config.data.chat_start
+            )
     return inputs, keys
 
 
@@ -211,8 +126,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
             from the trained model, or its tokenizer from the run's.
     """
     output = conversion.output
-    is_expansion = conversion.format == "expansion"
-    if is_expansion and conversion.gate is not None:
+    if conversion.format == EXPANSION.name and conversion.gate is not None:
         _logger.info(
             "%s: written without the gate; a run that trains this expansion further fits a gate "
             "of its own",
@@ -220,11 +134,16 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         )
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
-    _check_options(conversion, model)
-    request = _request(conversion)
-    kind = EXPANSION if is_expansion else EXPORT
+    format = check_format(model, conversion.format)
+    _check_options(conversion, model, format)
+    conversion = replace(conversion, options=format.settled_options(conversion, model))
+    request = _request(conversion, format, model)
+    kind = format.kind
     if holds(kind, output) and _is_made_for(request, output / kind.record):
-        return False
+        fault = format.fault_of(output)
+        if fault is None:
+            return False
+        _logger.info("converting again: %s", fault)
     check_replaceable(output, kind, overwrite=conversion.overwrite)
     # Before anything is written: an export of a damaged checkpoint would be a wrong model.
     check = partial(check_file, model.manifest, conversion.checkpoint)
@@ -240,33 +159,36 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         "method": model.manifest.run.method,
         "base_precision": model.manifest.run.base_precision,
     }
-    if is_expansion:
-        _write_expansion(conversion, model, record)
+    if isinstance(format, HfFormat):
+        _write_export(conversion, model, format, make_probe, list(texts), record)
     else:
-        _write_export(conversion, model, make_probe, list(texts), record)
+        assert isinstance(format, Expansion), "the only other one"
+        format.write(conversion, model, record)
     return True
 
 
-def _request(conversion: Conversion) -> dict[str, Any]:
+def _request(conversion: Conversion, format: ExportFormat, model: TrainedModel) -> dict[str, Any]:
     """What identifies a conversion: the hashes of its inputs, its options, and the hashes of the
     code that exports carry.
 
-    An export is made again where any of these changed.
+    An export is made again where any of these changed. The base's weights are those that the
+    checkpoint's manifest names.
     """
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
     code: dict[str, str] = {}
-    for model in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
-        for file in code_files(model):
+    for exported in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
+        for file in code_files(exported):
             code[file.name] = file_hash(file)
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
+        "read_files": dict(format.read_files(model)),
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
-        "asked_packing": conversion.packing.identity,
+        "asked_options": dict(format.identity(conversion.options)),
         "asked_tp_size": conversion.tp_size,
         "code": code,
     }
@@ -295,26 +217,26 @@ def _open(conversion: Conversion) -> TrainedModel:
     return replace(model, gate=gate)
 
 
-def _check_options(conversion: Conversion, model: TrainedModel) -> None:
+def _check_options(conversion: Conversion, model: TrainedModel, written: ExportFormat) -> None:
     """Checks that each option has an effect in the format that is written.
 
     Raises:
-        ConversionError: an option has none, that format cannot express the model, or the base does
-            not run in the type that is asked for.
+        ConversionError: an option has none, or the base does not run in the type that is asked for.
     """
-    written = check_format(model, conversion.format)
     check_tp_size(model, written, conversion.tp_size)
     has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
-    if has_purpose and written == "expansion":
+    if has_purpose and not isinstance(written, HfFormat):
         raise ConversionError(
             f"{model.checkpoint}: --dtype and --for are options of exports, found format "
             "expansion, which stores the added blocks as they were trained; leave them out"
         )
-    if conversion.packing_is_asked and written != "difference":
-        raise ConversionError(
-            f"{model.checkpoint}: --bits and --min-count are options of the format difference, "
-            f"found format {written} of method {model.settings.name}; leave them out"
-        )
+    for name, offered in offered_formats().items():
+        asked = [option.flag for option in offered.options if option.name in conversion.options]
+        if asked and name != written.name:
+            raise ConversionError(
+                f"{model.checkpoint}: {' and '.join(asked)} belongs to the format {name}, found "
+                f"format {written.name} of method {model.settings.name}; leave it out"
+            )
     if conversion.dtype is not None:
         check_written_dtype(model.base.spec, conversion.dtype)
 
@@ -340,32 +262,10 @@ def check_written_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     )
 
 
-def _write_expansion(
-    conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]
-) -> None:
-    """Writes the blocks that were added to the base: another run can start from them."""
-    assert isinstance(model.settings, ScaleMethod), "checked"
-    run = model.manifest.run
-    origin = {
-        **record,
-        # The entries that `upscale` writes, too: training compares them with the run's.
-        "base": source_of(model.base.path) or model.base.path.name,
-        "base_hashes": model.base.hashes,
-        "base_architecture": architecture_of(model.base.spec),
-        "method": model.settings.of_initial_expansion,
-        "seed": run.seed,
-        "tokenizer": run.tokenizer_fingerprint,
-        "own_tokens": run.own_tokens,
-    }
-    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
-    # A generator: one tensor is in memory at a time.
-    tensors = ((name, model.read_stored(name)) for name in names)
-    write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)
-
-
 def _write_export(
     conversion: Conversion,
     model: TrainedModel,
+    format: HfFormat,
     make_probe: MakeProbe,
     texts: Sequence[str],
     record: Mapping[str, Any],
@@ -379,19 +279,8 @@ def _write_export(
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was "
             "trained with; put that one back, or name its folder as --vocabulary"
         )
-    is_adapter = conversion.format == "peft"
-    dtype = conversion.dtype
-    if dtype is None:
-        # Adapters are trained and stored in fp32; a server casts them to the type of its base.
-        dtype = torch.float32 if is_adapter else computed_dtype(model.base)
-    export = choose_export(
-        model,
-        conversion.format,
-        dtype,
-        conversion.purpose,
-        conversion.tp_size,
-        conversion.packing,
-    )
+    dtype = conversion.dtype or format.dtype(model.base)
+    export = format.contents(model, dtype, conversion)
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
             "--for training has an effect on merged folders only: the format %s is the same for "
@@ -401,30 +290,23 @@ def _write_export(
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     # The folder appears under its name at the end of the block, after its verification.
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
-        load: Loader = load_hf_model
-        if is_adapter:
-            write_adapter(folder, export, model.base.path)
-            load = partial(load_with_adapter, model.base.path)
-        else:
-            write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
-            check_export(folder, tokenizer, texts)
+        format.write(folder, export, model, tokenizer, texts)
         warn_of_base(model.tokenizer, tokenizer, texts)
-        report = _verified(model, export, folder, make_probe(model), load)
+        report = format.verified(model, export, folder, make_probe(model))
         write_json(folder / VERIFICATION, asdict(report))
-        write_text(folder / CARD, model_card(model, export, report))
+        sections = format.card_sections(model, export)
+        write_text(folder / CARD, model_card(model, export, report, sections))
         written = {
             "format": EXPORT.format,
             **record,
             "written_format": export.format,
             "written_dtype": dtype_name(dtype),
+            **format.record(export),
+            # The card is left out: `scale-cpt evaluate` and the user add to it.
+            "files": describe_files(folder, leaving_out=CARD),
         }
-        if export.format == "difference":
-            written["difference"] = stored_sizes(export)
-        write_json(folder / RECORD, written)
-    if isinstance(report, DifferenceReport):
-        _logger.info("%s", describe_difference(report))
-    else:
-        _logger.info("%s", describe(report))
+        write_json(folder / EXPORT.record, with_named_floats(written))
+    _logger.info("%s", format.describe(report))
     spec = model.base.spec
     is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False
     # In the export of a hosted base transformers ties the two, whatever its config.json says.
@@ -436,16 +318,3 @@ def _write_export(
         )
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)
-
-
-def _verified(
-    model: TrainedModel, export: Export, folder: Path, probe: Probe, load: Loader
-) -> Report:
-    """The comparison of the export in `folder` with the trained model."""
-    if export.format == "difference":
-        return verify_difference(model, folder, probe, export.dtype)
-    stored_scale: float | None = None
-    residual = export.config.get(RESIDUAL_KEY)
-    if residual is not None:
-        stored_scale = residual["scale"]
-    return verify(model, folder, probe, export.dtype, stored_scale, load)

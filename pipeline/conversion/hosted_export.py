@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from pipeline.checkpoint.trained_model import TrainedModel
-from pipeline.hf.base_files import text_token_ids
+from pipeline.hf.base_files import text_token_ids, without_mtp_layers
 from pipeline.hf.config import gate_to_config
 from pipeline.hf.gate_tensors import gate_tensors
 from pipeline.hf.own_row_tables import own_row_tables
@@ -84,9 +84,9 @@ def config_entries(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
 
 def _base_config(spec: HostedSpec) -> dict[str, Any]:
     """The base's config.json without quantization: its weights are written dequantized, as
-    training read them.
+    training read them; and without layers that the export does not have.
     """
-    config = dict(spec.config)
+    config = without_mtp_layers(spec.config)
     config.pop("quantization_config", None)
     return config
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from pipeline.files.reading import read_text
 from pipeline.hf.base_card import CARD, card_of, hub_name
 from pipeline.hf.base_files import terms_in
 from pipeline.hf.write import Export, dtype_name
-from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.spec import scale_in
 from pipeline.scale.plan import added_widths
 
@@ -38,8 +37,31 @@ _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 
 
-def model_card(model: TrainedModel, export: Export, report: Report) -> str:
-    """The card of an export that was verified with `report`, as the contents of its README.md."""
+@dataclass(frozen=True)
+class CardSections:
+    """What a card says of one format alone.
+
+    Attributes:
+        relation: how the folder is related to its base, in the hub's words.
+        library: the library that loads it.
+        loading: the lines of Python that load it, of the line that sets `folder` and the base's
+            name; None: as transformers loads a model.
+        settings: rows of the table on the method.
+        on_training: the paragraph on training it further; None: what the model itself says.
+    """
+
+    relation: str = "finetune"
+    library: str = "transformers"
+    loading: Callable[[str, str], list[str]] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    on_training: str | None = None
+
+
+def model_card(model: TrainedModel, export: Export, report: Report, sections: CardSections) -> str:
+    """The card of an export that was verified with `report`, as the contents of its README.md.
+
+    `sections` is what its format adds.
+    """
     run = model.manifest.run
     position = model.manifest.position
     base_name = base_hub_name(model)
@@ -48,14 +70,14 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     for name, text in report.texts.items():
         figures.append((name, text.tokens, text.training_perplexity, text.exported_perplexity))
     paragraphs = [
-        f"---\n{_front_matter(model, export).to_yaml()}\n---",
+        f"---\n{_front_matter(model, sections).to_yaml()}\n---",
         f"# {run.name}",
         f"`{base_name or model.base.path.resolve().name}`, trained further with the method "
         f"{title_of(_kind(model))} by scale-cpt, on {position.tokens_seen:,} tokens in "
         f"{position.step:,} steps. The terms of use are those of the base, and of the texts below.",
-        _loading(run.name, export, base_name or "the base's folder"),
+        _loading(run.name, export, base_name or "the base's folder", sections),
         "## Method",
-        markdown_table(("setting", "value"), _settings(model, export).items()),
+        markdown_table(("setting", "value"), _settings(model, export, sections).items()),
         "## Text",
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
@@ -64,7 +86,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         markdown_table(("text", "tokens", "perplexity in training", "here"), figures),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on "
         "safety.",
-        *_on_further_training(model, export),
+        *_on_further_training(model, export, sections),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -82,36 +104,28 @@ def base_hub_name(model: TrainedModel) -> str | None:
     return hub_name(model.base.path)
 
 
-def _loading(name: str, export: Export, base: str) -> str:
-    """How transformers, or PEFT, loads the folder: a block of Python."""
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+def _loading(name: str, export: Export, base: str, sections: CardSections) -> str:
+    """How the folder is loaded: a block of Python."""
     folder = f'folder = "{name}"  # this repository, or a folder with its files'
-    if export.format == "peft":
-        lines += [
-            "from peft import PeftModel",
-            "",
-            folder,
-            f'base = "{base}"',
-            "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)",
-            "tokenizer = AutoTokenizer.from_pretrained(base)",
-        ]
+    if sections.loading is not None:
+        lines = sections.loading(folder, base)
     else:
         options = ", trust_remote_code=True" if export.code else ""
-        lines += [
+        lines = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             folder,
             f"model = AutoModelForCausalLM.from_pretrained(folder{options})",
-            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            # Without the option it asks whether to trust the code of the model's configuration.
+            f"tokenizer = AutoTokenizer.from_pretrained(folder{options})",
         ]
     code = "\n".join(lines)
     return f"```python\n{code}\n```"
 
 
-def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
+def _front_matter(model: TrainedModel, sections: CardSections) -> ModelCardData:
     """What the hub reads of the card."""
     base_name = base_hub_name(model)
-    relation = "adapter" if export.format == "peft" else "finetune"
-    library = "peft" if export.format == "peft" else "transformers"
     card = card_of(model.base.path)
     _, sources = _corpora(model.manifest)
     languages: list[str | None] = []
@@ -126,17 +140,17 @@ def _front_matter(model: TrainedModel, export: Export) -> ModelCardData:
     return ModelCardData(
         base_model=base_name,
         # None without a name: there is no base on the hub to be related to.
-        base_model_relation=base_name and relation,
+        base_model_relation=base_name and sections.relation,
         language=_each_once(languages),
         datasets=_each_once(source.get("dataset") for source in sources),
-        library_name=library,
+        library_name=sections.library,
         pipeline_tag="text-generation",
         tags=["continual-pretraining", "scale-cpt", _kind(model)],
         **licence_of(model.base.path, card),
     )
 
 
-def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
+def _settings(model: TrainedModel, export: Export, sections: CardSections) -> dict[str, Any]:
     """The rows of the table on the method."""
     run = model.manifest.run
     settings: dict[str, Any] = {}
@@ -152,8 +166,7 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     trained, total = model.counts
     settings["trained parameters"] = f"{trained:,} of {total:,}"
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
-    if export.format == "difference":
-        settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
+    settings |= sections.settings
     if export.config.get("own_rows"):
         settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
     widths = added_widths(model.plan)
@@ -165,7 +178,7 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     return settings
 
 
-def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
+def _on_further_training(model: TrainedModel, export: Export, sections: CardSections) -> list[str]:
     """The section for users who train the folder with other tools; empty if nothing is special."""
     heading = "## Training it further"
     sentences = on_stored_scale(export)
@@ -174,16 +187,10 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
         for sentence in sentences:
             text += f" {sentence[0].upper()}{sentence[1:]}."
         return [heading, text.lstrip()]
+    if sections.on_training is not None:
+        return [heading, sections.on_training]
     if model.gate is None:
         return []
-    if export.format == "difference":
-        return [
-            heading,
-            "This folder is for inference. Closed tokens get the base's logits to the last bit. "
-            "Open tokens get those of the trained weights, whose difference from the base is "
-            f"stored in {export.config['bits']} bits an element. To train further, continue the "
-            "run, and convert it again.",
-        ]
     if added_widths(model.plan) is None:
         return [
             heading,
@@ -204,10 +211,9 @@ def on_stored_scale(export: Export) -> list[str]:
     """Sentences on whether other tools can train an export that stores added channels at a small
     scale; none for other exports.
     """
-    residual = export.config.get(RESIDUAL_KEY)
-    if residual is None:
+    scale = export.stored_scale
+    if scale is None:
         return []
-    scale = residual["scale"]
     stored = f"the channels that were added are stored times 2^{math.log2(scale):.0f}"
     if scale < scale_in(export.dtype, for_training=True):
         return [

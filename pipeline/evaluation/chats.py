@@ -5,6 +5,7 @@ The scores are exact match, the share of answers that end by themselves, and the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ from pipeline.data.sources.lines import lines
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import open_stream
 from pipeline.data.tokenize.input_files import input_files
-from pipeline.data.tokenizer.chats import ChatTemplate, chat_template, message_of
+from pipeline.data.tokenizer.chat_messages import message_of
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
@@ -44,7 +46,7 @@ class ChatScore:
     chats: int
     exact_match: float
     """the share of answers that end and equal the reference, without thoughts before them and white
-    space around them"""
+    space around them; the template's end of a turn may follow, as in training"""
     ended: float
     """the share of answers that end by themselves, before the limit of tokens"""
     answer_tokens: float
@@ -58,11 +60,13 @@ class Chat(NamedTuple):
         messages: what the model reads.
         reference: the answer that counts as right.
         where: file and line, for errors.
+        tools: what the record has as `tools`, for the template.
     """
 
     messages: list[dict[str, Any]]
     reference: str
     where: str
+    tools: object = None
 
 
 class _Prompt(NamedTuple):
@@ -70,7 +74,8 @@ class _Prompt(NamedTuple):
 
     name: str
     ids: list[int]
-    reference: str
+    right: frozenset[str]
+    """answers that count as right, without thoughts and white space around them"""
 
 
 class _Answer(NamedTuple):
@@ -111,13 +116,13 @@ def _chats_in(file: InputPath) -> Iterator[Chat]:
         if not line.content.strip():
             continue
         where = f"{file}, line {number}"
-        messages = _messages_in(line.content)
+        messages, tools = _messages_in(line.content)
         if len(messages) < 2 or not _is_answer(messages[-1]):
             raise DataError(
                 f"{where}: expected an object with `messages`, a list of objects with role and "
                 "content, of which the last is the assistant's and not empty: the reference"
             )
-        yield Chat(messages[:-1], messages[-1]["content"], where)
+        yield Chat(messages[:-1], messages[-1]["content"], where, tools)
     if stream.fault:
         raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
 
@@ -126,18 +131,22 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and bool(message["content"].strip())
 
 
-def _messages_in(line: bytes) -> list[dict[str, Any]]:
-    """The messages of a line of JSON; none if the line or one of the messages is malformed."""
+def _messages_in(line: bytes) -> tuple[list[dict[str, Any]], object]:
+    """The messages and the tools of a line of JSON.
+
+    There are no messages if the line or one of them is malformed.
+    """
     messages: list[dict[str, Any]] = []
     try:
-        for found in orjson.loads(line)["messages"]:
+        record = orjson.loads(line)
+        for found in record["messages"]:
             message = message_of(found)
             if message is None:
-                return []
+                return [], None
             messages.append(message)
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return []
-    return messages
+        return [], None
+    return messages, record.get("tools")
 
 
 def score_chats(
@@ -192,7 +201,7 @@ def score_chats(
             waiting = waiting[len(batch) :]
             written = _answers(model, batch, ends, limit)
             for prompt, ids in zip(batch, written, strict=True):
-                answers[prompt.name].append(_judged(ids, ends, prompt.reference, tokenizer))
+                answers[prompt.name].append(_judged(ids, ends, prompt.right, tokenizer))
             bar.update(len(batch))
 
     # In the order of the files, not in that of the batches.
@@ -228,7 +237,8 @@ def _framed(
     for name, chats in files.items():
         for chat in chats:
             try:
-                text = template.opened(chat.messages)
+                tools = template.tools_in(chat.tools)
+                text = template.opened(chat.messages, tools)
             except DataError as fault:
                 raise DataError(f"{chat.where}: {fault}") from None
             ids = tokenizer.reference.encode([text]).ids.tolist()
@@ -237,16 +247,35 @@ def _framed(
                     f"{chat.where}: its {len(ids)} tokens leave no space to answer in a context of "
                     f"{context}"
                 )
-            prompts.append(_Prompt(name, ids, chat.reference))
+            prompts.append(_Prompt(name, ids, _right_answers(chat, tools, template)))
     return prompts
 
 
-def _judged(ids: list[int], ends: list[int], reference: str, tokenizer: Tokenizer) -> _Answer:
-    """An answer up to the first of its `ends`, compared with the reference."""
+def _right_answers(
+    chat: Chat, tools: Sequence[Any] | None, template: ChatTemplate
+) -> frozenset[str]:
+    """The reference, and the reference as a corpus of chats would have it.
+
+    There the template's end of a turn stands before the end of the document. A model that ends its
+    documents with another token than its turns writes both.
+    """
+    right = {_said(chat.reference)}
+    answer = {"role": "assistant", "content": chat.reference}
+    # A template may refuse this chat as a corpus, such as one that has no generation prompt.
+    with contextlib.suppress(DataError):
+        _, as_trained = template.prompt_and_answer([*chat.messages, answer], tools)
+        right.add(_said(as_trained))
+    return frozenset(right)
+
+
+def _judged(
+    ids: list[int], ends: list[int], right: frozenset[str], tokenizer: Tokenizer
+) -> _Answer:
+    """An answer up to the first of its `ends`, compared with those that are `right`."""
     for place, id_ in enumerate(ids):
         if id_ in ends:
             # As text, not as ids: several sequences of tokens may spell one text.
-            is_right = _said(tokenizer.decode(ids[:place])) == _said(reference)
+            is_right = _said(tokenizer.decode(ids[:place])) in right
             return _Answer(is_right, has_ended=True, length=place)
     # An answer that was cut by the limit is never right.
     return _Answer(is_right=False, has_ended=False, length=len(ids))

@@ -23,6 +23,7 @@ from pipeline import log
 from pipeline.data.sources.records import Document
 from pipeline.data.tokenizer.extension.vocabulary import exported_spelling
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer.prompts import pair_ids
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
@@ -281,9 +282,14 @@ def _encode(
         left -= size
 
         read = list(prefix)
-        if document.prompt is not None:
-            read += ids_of(tokenizer, document.prompt, control=document.has_control)
-        ids = ids_of(tokenizer, text, control=document.has_control)
+        if document.prompt is None:
+            ids = ids_of(tokenizer, text, control=document.has_control)
+        else:
+            if document.start is not None and tokenizer.document_start:
+                # The chat begins by itself, as its template has it.
+                read = []
+            asked, ids = pair_ids(tokenizer, document._replace(text=text))
+            read += asked
         if not read:
             # Nothing predicts the first token: it is read, and its bytes do not count.
             size -= len(tokenizer.decode(ids[:1]).encode())

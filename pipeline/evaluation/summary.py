@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pipeline import log
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
+from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
@@ -20,7 +21,9 @@ from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_f
 from pipeline.evaluation.table import score_table, table
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
-from pipeline.gating.folder import GATE_FOLDER, open_record
+from pipeline.gating.folder import GATE_FOLDER, GateRecord, open_record
+from pipeline.gating.open_old_text import warn_of_open_old_text
+from pipeline.hf.folder_kinds import EXPORT
 from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"
@@ -107,11 +110,17 @@ def summarise(
     }
     if gate is not None:
         values["gate_open"] = {name: text.open_fraction for name, text in gate.heldout.items()}
+        values["gate_closed_samples"] = {
+            name: text.closed_sequences for name, text in gate.heldout.items()
+        }
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
     write_json(summary, values)
+    if gate is not None and config.gate is not None:
+        warn_of_open_old_text(gate, config.gate.max_open_fraction)
 
     name = _method_title(config)
-    tables = [score_table({"base": scores["before"], name: scores["after"]})]
+    columns = _gate_columns(gate, name) if gate is not None else None
+    tables = [score_table({"base": scores["before"], name: scores["after"]}, columns)]
     if asked:
         head, rows = chat_rows({"base": answered["before"], name: answered["after"]})
         tables.append(table(head, rows))
@@ -126,9 +135,24 @@ def _notes(config: RunConfig, trained_fraction: float) -> str:
         "Whole documents, in windows that overlap; the log of\n"
         "training scores packed sequences, which cut them."
     )
+    if config.gate is not None:
+        notes += (
+            "\nOpen is the share of tokens that the gate opens. A sample on which it never opens "
+            "kept every\nlogit of the base, to the bit. Both are of training's held-out samples."
+        )
     if config.vocabulary is not None:
         notes += "\nTwo tokenizers: only bits per byte can be compared."
     return notes
+
+
+def _gate_columns(gate: GateRecord, model: str) -> dict[str, dict[tuple[str, str], str]]:
+    """On how much of each corpus the gate opens, and how much keeps the base's logits whole."""
+    is_open: dict[tuple[str, str], str] = {}
+    is_kept: dict[tuple[str, str], str] = {}
+    for corpus, text in gate.heldout.items():
+        is_open[model, corpus] = f"{text.open_fraction:.2%}"
+        is_kept[model, corpus] = f"{text.closed_sequences} of {text.sequences}"
+    return {"open": is_open, "kept every logit": is_kept}
 
 
 def _places(config: RunConfig) -> str:
@@ -151,8 +175,13 @@ def _method_title(config: RunConfig) -> str:
 
 
 def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
-    """The scores of a model, as an earlier summary recorded them."""
-    return {name: Score(**fields) for name, fields in recorded.items()}
+    """The scores of a model, as an earlier summary recorded them: null stands for infinity."""
+    scores: dict[str, Score] = {}
+    for name, fields in recorded.items():
+        filled: dict[str, Any] = dict.fromkeys(fields, math.inf)
+        filled.update({key: value for key, value in fields.items() if value is not None})
+        scores[name] = Score(**filled)
+    return scores
 
 
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:

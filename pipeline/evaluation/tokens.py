@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.combination.combine import COMBINATION
-from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.files.folders import holds
+from pipeline.hf.folder_kinds import COMBINATION, EXPORT
 from pipeline.hf.served_tokenizer import check_export, warn_of_base
 
 

@@ -7,6 +7,7 @@ copy or a hand has changed.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,9 +169,32 @@ def write_record(path: Path, record: BaseModel) -> None:
 
     A schema alone would accept a number that a disk, a copy or a hand has changed.
     """
-    write_json(path, with_checksum(record.model_dump(mode="json")))
+    # Not in pydantic's JSON form, which has null for some numbers that are not finite.
+    # `with_named_floats` writes what JSON lacks.
+    write_json(path, with_checksum(record.model_dump()))
 
 
-def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
-    """The `content` of a record and its checksum."""
-    return {**content, CHECKSUM: json_hash(content)}
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The `content` of a record, as its file holds it, and its checksum."""
+    stored = with_named_floats(content)
+    return {**stored, CHECKSUM: json_hash(stored)}
+
+
+def with_named_floats(value: Any) -> Any:
+    """A JSON value in which numbers that are not finite are texts: NaN, Infinity, -Infinity; and
+    paths, too.
+
+    JSON has no such numbers: orjson writes null, which a schema refuses as a number. Of these texts
+    pydantic makes the numbers again.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: with_named_floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_named_floats(item) for item in value]
+    return value

@@ -392,7 +392,8 @@ def as_text(record: GateRecord) -> str:
     impossible = max(text.impossible_fraction for text in record.heldout.values())
     facts = (
         f"the gate reads {record.features} before layer {record.layer}; on text not used for "
-        f"fitting: AUC {record.auc:.5f}, {record.closed_fraction_of_new:.2%} of new tokens closed, "
+        f"fitting, without an extended vocabulary's new tokens, which are open: AUC "
+        f"{record.auc:.5f}, {record.closed_fraction_of_new:.2%} of the tokens of new text closed, "
         f"{record.open_fraction_of_negatives:.2%} of other tokens open; "
         f"{record.left_out_of_own_text:.2%} of the self-generated text left out; "
         f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of the tokens of new text; "

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import BaseModelError
+from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object
-from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files
+from pipeline.hf.base_card import CARD
+from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files, tokenizer_files
 from pipeline.model.from_hf import hf_config, model_type_of, read_spec
 
 # Entries that describe the base's own folder and are wrong in an export.
@@ -29,12 +32,18 @@ _CONFIG_OF_BASE_ONLY = (
     "torch_dtype",
     "quantization_config",
 )
+# How many layers predict tokens after the next one (MTP), by the names that configurations have for
+# it. No export has such layers.
+_MTP_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_hidden_layers")
+# Lists with an entry for each layer, in some configurations also for those.
+_BY_LAYER = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared")
 # How a multimodal base reads pictures and sound.
 _PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
+_SETTINGS_FILES = ("generation_config.json", *_PROCESSOR_FILES)
 # Licences ask that they, notices and policies are passed on.
 _TERMS = re.compile(
     r"(?i)(licen[cs]e|notice|copyright|copying|(acceptable_)?use_policy)([-_.][\w.-]*)?"
@@ -53,10 +62,23 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
-    for name in ("generation_config.json", *_PROCESSOR_FILES):
+    for name in _SETTINGS_FILES:
         copy_file(base, name, folder / name)
     copy_terms(folder, base)
     copy_tokenizer(folder, tokenizer)
+
+
+def hashes_of_read_files(base: Path, tokenizer: Path) -> dict[str, str]:
+    """The SHA-256 of every file but the weights that an export depends on: of the folder `base` and
+    of the folder `tokenizer`, by its name there."""
+    hashes: dict[str, str] = {}
+    for name in ("config.json", CARD, *_SETTINGS_FILES, *terms_in(base)):
+        if (base / name).is_file():
+            hashes[f"base/{name}"] = file_hash(base / name)
+    for name in tokenizer_files(tokenizer):
+        if (tokenizer / name).is_file():
+            hashes[f"tokenizer/{name}"] = file_hash(tokenizer / name)
+    return hashes
 
 
 def copy_terms(folder: Path, base: Path) -> None:
@@ -98,7 +120,33 @@ def base_config(base: Path) -> dict[str, Any]:
             rotated = max(rotated, 2 * len(layer.rotary.frequencies))
     config |= _rotary_entries(config, in_part=rotated < spec.head_dim)
     config["transformers_version"] = transformers.__version__
-    return config
+    return without_mtp_layers(config)
+
+
+def without_mtp_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without layers that predict tokens after the next one: they are not exported.
+
+    A server would look for their weights, also where the configuration's default has such layers.
+    """
+    changed = dict(config)
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        changed["text_config"] = without_mtp_layers(text)
+    layers = config.get("num_hidden_layers")
+    for name, count in config.items():
+        if not _MTP_LAYERS.fullmatch(name):
+            continue
+        changed[name] = 0
+        for of_layers in _BY_LAYER:
+            values = config.get(of_layers)
+            if count and isinstance(values, list) and len(values) == layers + count:
+                changed[of_layers] = values[:layers]
+    model_type = config.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        by_default = getattr(CONFIG_MAPPING[model_type], "num_mtp_layers", None)
+        if by_default:
+            changed["num_nextn_predict_layers"] = 0
+    return changed
 
 
 def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _TOKENIZER = re.compile(
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
     r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json|chat_template\.jinja"
 )
+_TEMPLATE = re.compile(r"[\w-]+\.jinja")
 _CONFIG = "tokenizer_config.json"
 _MORE_TEMPLATES = "additional_chat_templates"
 
@@ -44,11 +45,9 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
-    for name in matching_files(tokenizer, _TOKENIZER):
-        copy_file(tokenizer, name, folder / name)
-    for name in matching_files(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja")):
-        copy_file(tokenizer, f"{_MORE_TEMPLATES}/{name}", folder / _MORE_TEMPLATES / name)
-    copy_file(tokenizer, RECORD, folder / EXPORTED)
+    for name in tokenizer_files(tokenizer):
+        written = EXPORTED if name == RECORD else name
+        copy_file(tokenizer, name, folder / written)
     with suppress(FileNotFoundError):
         without = without_dropout(read_object(folder / TOKENIZER_FILE, BaseModelError))
         if without is not None:
@@ -64,6 +63,16 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
         config = read_as_it_is(config, read_object(folder / TOKENIZER_FILE, BaseModelError))
     if config:
         write_json(folder / _CONFIG, config)
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The files of the tokenizer in `folder` that an export takes, by their paths in it."""
+    names = matching_files(folder, _TOKENIZER)
+    for name in matching_files(folder / _MORE_TEMPLATES, _TEMPLATE):
+        names.append(f"{_MORE_TEMPLATES}/{name}")
+    if (folder / RECORD).exists():
+        names.append(RECORD)
+    return names
 
 
 def add_tokenizer_json(folder: Path, tokenizer: Path) -> None:

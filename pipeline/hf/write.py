@@ -24,12 +24,12 @@ from pipeline.errors import ConversionError, faults_of_library
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import write_json
 from pipeline.files.publishing import write_text
-from pipeline.hf import Exported
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.tokenizer_files import add_tokenizer_json
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.from_hf import RESIDUAL_KEY
 
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
@@ -60,18 +60,27 @@ class Export:
     """A Hugging Face folder to be written.
 
     Attributes:
-        format: what it holds.
+        format: the name of its format.
         config: the contents of config.json.
         tensors: its tensors, in the order in which they are written.
         dtype: the type of the tensors that have none of their own.
         code: the Python files that the folder carries.
     """
 
-    format: Exported
+    format: str
     config: Mapping[str, Any]
     tensors: Sequence[PlannedTensor]
     dtype: torch.dtype
     code: Sequence[Path] = ()
+
+    @property
+    def stored_scale(self) -> float | None:
+        """The scale at which it stores added channels; None: there are none, or they are as
+        trained."""
+        residual = self.config.get(RESIDUAL_KEY)
+        if residual is None:
+            return None
+        return float(residual["scale"])
 
 
 def write_hf_folder(

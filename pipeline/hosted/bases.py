@@ -16,6 +16,7 @@ from pipeline.config.base import BaseCode
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.kernels import describe_missing_kernels
 from pipeline.hosted.quantized_maps import as_matrix
 from pipeline.hosted.read_spec import read_hosted_spec
 from pipeline.hosted.spec import HostedSpec
@@ -124,6 +125,11 @@ def check_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     raise ConfigError(
         f"deepspeed: expected {' or '.join(allowed)} with {base}, found {found}; take {files}"
     )
+
+
+def missing_kernels(spec: DecoderSpec) -> str | None:
+    """Which packages would speed the base up and are not installed, as a line; None: none."""
+    return describe_missing_kernels(spec) if isinstance(spec, HostedSpec) else None
 
 
 def runnable_types(spec: DecoderSpec) -> list[str]:

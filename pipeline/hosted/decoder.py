@@ -280,8 +280,8 @@ class HostedDecoder(CausalDecoder):
     @torch.no_grad()
     def _reference_states(self, hidden: HiddenStates, of_base: TokenBatch) -> Tensor:
         """The base's own last hidden states of the first sequences: [R, D]."""
-        if self.plan.last_exact_layer == self.plan.num_layers:
-            # Preserve: the model's base stream is the base's.
+        if self.equals_base or self.plan.last_exact_layer == self.plan.num_layers:
+            # The second is Preserve, whose base stream is always the base's.
             return hidden.x[: of_base.tokens.numel()].detach()
         return self.hidden_states(*of_base, path="base").x
 

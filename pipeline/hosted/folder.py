@@ -15,8 +15,9 @@ from torch import nn
 
 from pipeline.errors import BaseModelError
 from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.tied_weights import check_loaded_ties, stored_ties, untied_fault
 from pipeline.hosted.transformers_model import load_whole_base
-from pipeline.model.base_folder import BaseFolder
+from pipeline.model.base_folder import BaseFolder, opened_file
 
 _TYPES = {
     "F16": torch.float16,
@@ -24,6 +25,7 @@ _TYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_ROWS = 2**13
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 """Types of safetensors that hold codes, in a folder whose weights are in fp8; I8: two of 4 bits."""
 
@@ -61,9 +63,42 @@ class HostedFolder(BaseFolder):
             BaseModelError: transformers cannot load it, or would read other weights than its own.
         """
         _ = self.file_of  # refuses a folder from which transformers would read other weights
+        self.check_tie()
         if self.spec.quantization == "FP8":
             self._check_scales()
-        return load_whole_base(self.path, self.spec, dtype)
+        loaded = load_whole_base(self.path, self.spec, dtype)
+        check_loaded_ties(loaded, self.path)
+        return loaded
+
+    def check_tie(self) -> None:
+        """Checks that tensors of the files are equal where config.json ties their parameters.
+
+        transformers uses what the files hold.
+
+        Raises:
+            BaseModelError: two of them differ, or a file is damaged.
+        """
+        for first, *others in stored_ties(self.spec, self.file_of):
+            for other in others:
+                if not self._is_equal(first, other):
+                    raise BaseModelError(f"{self.file_of[other]}: {untied_fault(first, other)}")
+
+    def _is_equal(self, first: str, second: str) -> bool:
+        """Whether two stored tensors have the same shape and values."""
+        with (
+            opened_file(self.file_of[first]) as one,
+            opened_file(self.file_of[second]) as other,
+        ):
+            a = one.get_slice(first)
+            b = other.get_slice(second)
+            if a.get_shape() != b.get_shape():
+                return False
+            # By parts: both may be gigabytes. In one type: the wider one holds both exactly.
+            for start in range(0, a.get_shape()[0], _ROWS):
+                rows = slice(start, start + _ROWS)
+                if not torch.equal(a[rows].double(), b[rows].double()):
+                    return False
+        return True
 
     def _check_scales(self) -> None:
         """Checks that each matrix in fp8 has its scale, under a name that transformers reads.

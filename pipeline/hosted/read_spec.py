@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.utils import is_accelerate_available
 
 from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.hosted.discovery.context import context_of, independent_context
 from pipeline.hosted.discovery.find_structure import build_without_memory, find_structure
 from pipeline.hosted.discovery.output_formula import find_output_formula
 from pipeline.hosted.discovery.twin import build_twin
@@ -137,11 +138,12 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
         norm="rmsnorm",
         norm_eps=first_entry(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
         activation=_activation(text),
-        max_position_embeddings=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
+        max_position_embeddings=context_of(text) or _NO_LIMIT,
         tie_word_embeddings=bool(getattr(own_config, "tie_word_embeddings", False)),
         output_softcap=output.softcap,
         config=recorded,
         structure=structure,
+        independent_context=independent_context(config, structure.documents),
         body=output.body,
         logit_scale=output.scale,
         output_map_bias=getattr(output_map, "bias", None) is not None,

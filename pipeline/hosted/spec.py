@@ -47,6 +47,8 @@ class HostedSpec(DecoderSpec):
         body: the module of the base whose `last_hidden_state` the output map reads.
         logit_scale: see `LogitScale`; soft-capping is `output_softcap`.
         output_map_bias: whether the output map has a bias.
+        independent_context: up to which length documents of a micro-batch leave each other alone;
+            None: at any length.
     """
 
     config: Mapping[str, Any] = field(hash=False)
@@ -54,6 +56,13 @@ class HostedSpec(DecoderSpec):
     body: str
     logit_scale: LogitScale = LogitScale()
     output_map_bias: bool = False
+    independent_context: int | None = None
+
+    @property
+    def longest_document(self) -> int:
+        if self.independent_context is None:
+            return self.max_position_embeddings
+        return min(self.independent_context, self.max_position_embeddings)
 
     @property
     def is_native(self) -> bool:

@@ -6,7 +6,7 @@ configuration may ask for more, and is tried when a run opens its base.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,6 @@ _LFM2 = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],
 }
-# What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"hidden_size": 1152, "num_attention_heads": 16}},
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
@@ -119,15 +118,16 @@ class BaseType:
         return f"| {' | '.join(cells)} |"
 
 
-TABLE_HEAD = "| `model_type` | base | class | blocks, or why it is refused | documents in a row |\n"
-TABLE_HEAD += "|---|---|---|---|---|"
-
-
 def all_types() -> list[str]:
     """Every type with a causal language model, then those with an image-text model only."""
     types = dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     types.update(dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
     return list(types)
+
+
+def entries_of(model_type: str) -> Mapping[str, Any]:
+    """What a configuration of this type lacks by default, and those of its checkpoints have."""
+    return _CHECKPOINT_ENTRIES.get(model_type, {})
 
 
 def survey(types: Iterable[str]) -> Iterator[BaseType]:
@@ -138,8 +138,7 @@ def survey(types: Iterable[str]) -> Iterator[BaseType]:
         reason = ""
         try:
             if name in tuple(CONFIG_MAPPING) or not Path(name).exists():
-                entries = _CHECKPOINT_ENTRIES.get(name, {})
-                structure = hosted_spec_of({"model_type": name, **entries}).structure
+                structure = hosted_spec_of({"model_type": name, **entries_of(name)}).structure
             else:
                 spec = read_hosted_spec(Path(name))
                 model_type = spec.family

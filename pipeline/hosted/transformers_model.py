@@ -190,7 +190,33 @@ def load_whole_base(folder: Path, spec: HostedSpec, dtype: torch.dtype) -> nn.Mo
             use_safetensors=True,
             output_loading_info=True,
         )
-    # transformers fills what is missing with random numbers, and only warns.
+    _check_all_loaded(folder, spec, found)
+    loaded: nn.Module = model.requires_grad_(False).eval()
+    return loaded
+
+
+def _check_all_loaded(folder: Path, spec: HostedSpec, found: Mapping[str, Any]) -> None:
+    """Checks that every weight of the model was in the files, in its shape.
+
+    transformers fills what is missing with random numbers, and only warns.
+
+    Args:
+        folder: the base's.
+        spec: the base.
+        found: what `from_pretrained` says of the names that it read.
+
+    Raises:
+        BaseModelError: a weight was not.
+    """
+    unread = sorted(map(str, found["unexpected_keys"]))
+    missing = sorted(map(str, found["missing_keys"]))
+    if missing and unread:
+        raise BaseModelError(
+            f"{folder}: expected the weights of {spec.structure.model_class}, which transformers "
+            f"has for model_type {spec.family}; found those of another class: {missing[0]} and "
+            f"{len(missing) - 1} more are missing, and {unread[0]} and {len(unread) - 1} more are "
+            "none of its; use a base of another type"
+        )
     for fault in ("missing_keys", "mismatched_keys"):
         if found[fault]:
             names = sorted(map(str, found[fault]))
@@ -198,5 +224,3 @@ def load_whole_base(folder: Path, spec: HostedSpec, dtype: torch.dtype) -> nn.Mo
                 f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more; the "
                 "weights do not fit config.json: copy the folder again"
             )
-    loaded: nn.Module = model.requires_grad_(False).eval()
-    return loaded

@@ -30,6 +30,7 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
             f"parallel.expert_size: expected 1 with {hosted}, found {parallel.expert_size}; use "
             f"ZeRO-3, {_OR_NATIVE}"
         )
+    _check_lengths(config, spec, hosted)
     layers = spec.structure.layers
     if config.base_precision != "bf16" and not any(layer.linear_maps for layer in layers):
         raise ConfigError(
@@ -53,6 +54,24 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
             f"{config.recomputation_keeps}; remove it, {_OR_NATIVE}"
         )
     _check_gate(config, spec, hosted)
+
+
+def _check_lengths(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
+    """Raises ConfigError where documents of a micro-batch would change each other."""
+    longest = spec.independent_context
+    if longest is None:
+        return
+    lengths = {"data": config.data.sequence_length}
+    for stage in config.stages:
+        if stage.sequence_length is not None:
+            lengths[f"stages.{stage.name}"] = stage.sequence_length
+    for section, length in lengths.items():
+        if length > longest:
+            raise ConfigError(
+                f"{section}.sequence_length: expected at most {longest} with {hosted}, found "
+                f"{length}: in a longer document transformers changes the rotary frequencies of "
+                f"the whole micro-batch; use at most {longest}, {_OR_NATIVE}"
+            )
 
 
 def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:

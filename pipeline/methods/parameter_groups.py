@@ -11,12 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from types import MappingProxyType
 
 from torch import nn
 
 from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError, did_you_mean
-from pipeline.model.decoder import is_layer_matrix
+from pipeline.optimizers.adamw import ADAMW
+from pipeline.optimizers.optimizer import optimizer_named
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 
 _PARTS_OF_A_MAP = (
@@ -47,13 +49,13 @@ class ParameterGroup:
     Attributes:
         learning_rate_factor: what the schedule's learning rate is multiplied by.
         weight_decay: AdamW's decoupled decay; 0 for vectors.
-        by_muon: whether Muon updates them, and not AdamW.
+        optimizer: the name of the one that updates them.
     """
 
     names: tuple[str, ...]
     learning_rate_factor: float
     weight_decay: float
-    by_muon: bool
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class GroupRow:
         tensors, parameters: how many train; parameters are counted whole, over all ranks.
         learning_rate: at the schedule's peak, with the group's factor.
         weight_decay: AdamW's decoupled decay; 0 for vectors.
-        optimizer: what updates them, `adamw` or `muon`.
+        optimizer: the name of the one that updates them.
     """
 
     stage: str | None
@@ -159,11 +161,11 @@ def parameter_groups(
     trained: Mapping[str, nn.Parameter],
     schedule: Schedule,
     *,
-    by_muon: Iterable[str] = (),
+    optimizers: Mapping[str, str] = MappingProxyType({}),
     resting: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
-    """The groups of the trained parameters, those of Muon first; within a group the model's order.
+    """The groups of the trained parameters, those of AdamW last; within a group the model's order.
 
     Vectors (gains, biases) do not decay, whatever `weight_decay_factors` say. Shapes are the full
     ones, because ZeRO-3's partitions are flat. AdamW counts the steps of a group as one, for the
@@ -173,7 +175,7 @@ def parameter_groups(
     Args:
         trained: the parameters that train, by name.
         schedule: the factors of their rates and decays.
-        by_muon: the names of those that Muon updates.
+        optimizers: by parameter, the name of the optimizer that updates it, if not AdamW.
         resting: the names of those that the method trains, and this stage does not. A factor may
             name them too.
         trained_before: the setting `trains` of each earlier stage.
@@ -184,21 +186,21 @@ def parameter_groups(
     names = [*trained, *resting]
     rates = factors_by_name(names, schedule.learning_rate_factors, setting="learning_rate_factors")
     decays = factors_by_name(names, schedule.weight_decay_factors, setting="weight_decay_factors")
-    muon_names = set(by_muon)
-    members: dict[tuple[bool, float, float, tuple[int, ...]], list[str]] = {}
+    members: dict[tuple[str, float, float, tuple[int, ...]], list[str]] = {}
     for name, parameter in trained.items():
         # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
         is_vector = len(full_shape_of(parameter)) <= 1
         decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
         before = stages_of(name, trained_before)
-        members.setdefault((name in muon_names, rates[name], decay, before), []).append(name)
+        optimizer = optimizers.get(name, ADAMW.name)
+        members.setdefault((optimizer, rates[name], decay, before), []).append(name)
     groups = [
-        ParameterGroup(tuple(names), rate, decay, is_muon)
-        for (is_muon, rate, decay, _), names in members.items()
+        ParameterGroup(tuple(names), rate, decay, optimizer)
+        for (optimizer, rate, decay, _), names in members.items()
     ]
     # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
     # follows from names alone. `sorted` is stable.
-    return sorted(groups, key=lambda group: not group.by_muon)
+    return sorted(groups, key=lambda group: group.optimizer == ADAMW.name)
 
 
 def trained_groups(
@@ -208,8 +210,8 @@ def trained_groups(
     resting: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
-    """The groups of the parameters of `model` that train: matrices within layers by Muon, if the
-    schedule says so, and everything else by AdamW.
+    """The groups of the parameters of `model` that train: those that the run's optimizer updates,
+    and those that it leaves to AdamW.
 
     For `resting` and `trained_before` see `parameter_groups`.
 
@@ -217,11 +219,13 @@ def trained_groups(
         ConfigError: a factor of the schedule is for parameters that are not there.
     """
     trained = dict(named_trained_parameters(model))
-    by_muon: list[str] = []
-    if schedule.optimizer == "muon":
-        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
+    optimizer = optimizer_named(schedule.optimizer)
+    optimizers: dict[str, str] = {}
+    for name, parameter in trained.items():
+        if optimizer.updates(name, parameter):
+            optimizers[name] = optimizer.name
     return parameter_groups(
-        trained, schedule, by_muon=by_muon, resting=resting, trained_before=trained_before
+        trained, schedule, optimizers=optimizers, resting=resting, trained_before=trained_before
     )
 
 
@@ -248,10 +252,9 @@ def group_rows(
     rows: dict[tuple[str, float, float, str], list[str]] = {}
     for group in trained_groups(model, schedule, resting=resting):
         rate = schedule.learning_rate * group.learning_rate_factor
-        optimizer = "muon" if group.by_muon else "adamw"
         for name in group.names:
             key = _deciding_key(name, patterns)
-            rows.setdefault((key, rate, group.weight_decay, optimizer), []).append(name)
+            rows.setdefault((key, rate, group.weight_decay, group.optimizer), []).append(name)
 
     table: list[GroupRow] = []
     for (key, rate, decay, optimizer), names in rows.items():

@@ -198,7 +198,7 @@ class BaseFolder:
         other."""
         found: list[T] = []
         for file, of_file in groupby(names, self._file):
-            with _opened(file) as tensors:
+            with opened_file(file) as tensors:
                 found += [use(_checked(tensors.get_slice(name), file, name)) for name in of_file]
         return found
 
@@ -283,12 +283,17 @@ def _check_no_other_weights(folder: Path) -> None:
 
 
 def _tensors_in(file: Path) -> list[str]:
-    with _opened(file) as tensors:
+    with opened_file(file) as tensors:
         return list(tensors.keys())
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:  # safetensors has no types
+def opened_file(file: Path) -> Iterator[Any]:  # safetensors has no types
+    """An open file of weights.
+
+    Raises:
+        BaseModelError: it is missing or damaged, or the block finds it damaged.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

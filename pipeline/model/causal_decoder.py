@@ -45,6 +45,10 @@ class CausalDecoder(nn.Module, ABC):
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
         resting: the names of parameters that the method trains, and none of this run's stages do.
+        equals_base: whether no trained weight has changed since the preservation check, so that the
+            model's own hidden states are those of the base. The base's pass for KL has fewer rows
+            than the model's: a mixture's products round otherwise there, and an optimizer that
+            normalises makes whole steps of such a gradient.
         output: the output projection, which computes logits and losses from hidden states.
     """
 
@@ -57,6 +61,7 @@ class CausalDecoder(nn.Module, ABC):
         self.kept_results: KeptResults = "nothing"
         self.gate: TokenGate | None = None
         self.resting: tuple[str, ...] = ()
+        self.equals_base = False
         self.output: OutputProjection
 
     @property

@@ -363,6 +363,9 @@ class Decoder(CausalDecoder):
         """The hidden states, and as their `reference` the base's own of the first sequences
         (`model.reference`)."""
         of_base = batch.first_sequences(sequences)
+        if self.equals_base:
+            hidden = self.hidden_states(*batch)
+            return replace(hidden, reference=hidden.x[: of_base.tokens.numel()].detach())
         if self.reference is not None:
             hidden = self.hidden_states(*batch)
             with torch.no_grad():

@@ -3,7 +3,7 @@
 A hard gate decides for each token, before any of these weights is read. So an open token may read
 weights that a closed one does not, and closed tokens stay the base's to the bit. All of these
 weights are differences that start at zero. They begin at one layer, where the paths of open and
-closed tokens part (docs/gate.md, docs/adr/0032-what-is-open-has-its-own.md).
+closed tokens part (docs/gate.md, docs/adr/0032-open-tokens-read-weights-of-their-own.md).
 
 Training has no gate: every token is open.
 """

@@ -142,6 +142,11 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def longest_document(self) -> int:
+        """The longest document on which the base can be trained beside others."""
+        return self.max_position_embeddings
+
+    @property
     def is_native(self) -> bool:
         """Whether the package's own code computes the base, and not transformers'."""
         return True

@@ -17,15 +17,18 @@ from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deeps
 from pipeline.errors import BaseModelError, UserError
 from pipeline.hosted.bases import read_spec
 from pipeline.log import counted
-from pipeline.methods import build_model, training_method
+from pipeline.methods.build_model import build_model
+from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
-from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.cluster import Cluster, Speed, gpu_speed
+from pipeline.sizing.cpu_speed import cpu_speed
 from pipeline.sizing.flops import (
     FlopsPerToken,
     ServedFlops,
@@ -33,7 +36,7 @@ from pipeline.sizing.flops import (
     count_flops,
     count_served_flops,
 )
-from pipeline.sizing.layouts import Choice, layouts_to_compare, recomputation_rank
+from pipeline.sizing.layouts import Choice, Place, layouts_to_compare, recomputation_rank
 from pipeline.sizing.memory import Memory, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.parameters import Parameters, parameters_of
@@ -46,6 +49,9 @@ from pipeline.sizing.traffic import (
     Traffic,
     estimate_traffic,
 )
+
+_FLOPS_PER_PARAMETER = 6
+"""Of a token in training: two in the forward pass, four in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,13 @@ class Estimator:
         """The parameters of the run's model."""
         return parameters_of(self.config, self.spec)
 
+    @cached_property
+    def speed(self) -> Speed:
+        """What a rank computes in a second; on CPUs it is measured, which takes a second or two."""
+        if self.cluster.on_cpu:
+            return cpu_speed(self.spec, self.deepspeed.dtype, self.cluster)
+        return gpu_speed(self.cluster, has_experts=self.parameters.active < self.parameters.base)
+
     @property
     def has_uncounted_rows(self) -> bool:
         """Whether every token counts as having an own row, as they are not chosen yet."""
@@ -185,9 +198,9 @@ class Estimator:
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
         per_token = self.flops_per_token(choice.activation_checkpointing, choice.kept_results)
         flops = per_token.total * self.tokens_per_step
-        # Recomputed FLOPs take time as others do, so that cluster.mfu is of all FLOPs here:
-        # hardware FLOPs utilisation in the words of PaLM (Chowdhery et al. 2022, appendix B).
-        compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
+        # Recomputed FLOPs take time as others do, so that the MFU is of all FLOPs here: hardware
+        # FLOPs utilisation in the words of PaLM (Chowdhery et al. 2022, appendix B).
+        compute_s = flops / (cluster.gpus * self.speed.flops_per_second)
         return Estimate(
             choice=choice,
             memory=memory,
@@ -219,8 +232,8 @@ class Estimator:
     def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[str, str]]:
         """The estimates of the layouts worth comparing.
 
-        More recomputation saves memory and costs time. So a layout is left out if it fits with less
-        recomputation, unless `every` is set; its micro-batch is not run, either.
+        More recomputation saves memory and costs time. So of layouts that differ in it alone, those
+        with more than the least that fits are left out, unless `every` is set.
 
         Returns:
             The estimates, in the order of a table.
@@ -228,36 +241,74 @@ class Estimator:
         """
         estimates: list[Estimate] = []
         refused: dict[str, str] = {}
-        fitting: set[tuple[int, int, int]] = set()
-        # The least recomputation first, so that layouts with more are left out where it fits.
-        choices = sorted(self.choices(), key=recomputation_rank)
-        for choice in counted(choices, "estimating", len(choices), " layouts"):
-            place = choice.zero_stage, choice.tp_size, choice.expert_size
-            if place in fitting and choice != self.own_choice and not every:
-                continue
+        places: dict[Place, list[Choice]] = defaultdict(list)
+        # The least recomputation first.
+        for choice in sorted(self.choices(), key=recomputation_rank):
+            places[choice.place].append(choice)
+        for choices in counted(places.values(), "estimating", len(places), " layouts"):
             try:
-                estimate = self.estimate(choice)
+                found = self._estimate_place(choices, every=every)
             except UserError as error:
-                refused[choice.groups] = str(error)
+                refused[choices[0].groups] = str(error)
                 continue
-            estimates.append(estimate)
-            if estimate.is_safe(self.cluster):
-                fitting.add(place)
+            estimates += found
         return sorted(estimates, key=_place), refused
+
+    def _estimate_place(self, choices: Sequence[Choice], *, every: bool) -> list[Estimate]:
+        """The estimates of layouts that differ in recomputation alone, the least of it first.
+
+        Each takes seconds, for a micro-batch is run. So most are not made where nothing fits.
+
+        Raises:
+            UserError: as `estimate`.
+        """
+        if every:
+            return [self.estimate(choice) for choice in choices]
+        least = self.estimate(choices[0])
+        estimates = {choices[0]: least}
+        if self.own_choice in choices:
+            estimates[self.own_choice] = self.estimate(self.own_choice)
+        # Recomputation cannot help where what it does not touch is already too large.
+        if not least.is_safe(self.cluster) and self._may_fit(least):
+            most = self.estimate(choices[-1])
+            estimates[choices[-1]] = most
+            if most.is_safe(self.cluster):
+                enough = self._least_that_fits(choices[1:])
+                if choices[-1] != self.own_choice:
+                    del estimates[choices[-1]]
+                estimates[enough.choice] = enough
+        return list(estimates.values())
+
+    def _may_fit(self, estimate: Estimate) -> bool:
+        """Whether the layout might fit if its activations took no memory."""
+        memory = estimate.memory
+        passing = memory.activations + memory.loss + memory.temporary
+        return memory.total - passing <= self.cluster.recommended_bytes
+
+    def _least_that_fits(self, choices: Sequence[Choice]) -> Estimate:
+        """The first of the layouts that fits; the last one does, and later ones take less."""
+        first, last = 0, len(choices) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if self.estimate(choices[middle]).is_safe(self.cluster):
+                last = middle
+            else:
+                first = middle + 1
+        return self.estimate(choices[last])
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
         """The estimates to show: one for each ZeRO stage and sizes of groups, and the run's own.
 
-        Of those that differ in recomputation only it is the one with the most: those with less do
-        not fit.
+        Of those that differ in recomputation only it is the one with the least that fits, or with
+        the most that was estimated where none fits.
         """
-        most_recomputation: dict[tuple[int, int, int], Choice] = {}
-        for estimate in estimates:
-            # They are sorted by recomputation: the last one of each kind stays.
-            choice = estimate.choice
-            most_recomputation[choice.zero_stage, choice.tp_size, choice.expert_size] = choice
-        shown = {self.own_choice, *most_recomputation.values()}
-        return [estimate for estimate in estimates if estimate.choice in shown]
+        shown: dict[Place, Estimate] = {}
+        for estimate in estimates:  # Sorted by recomputation.
+            before = shown.get(estimate.choice.place)
+            if before is None or not before.is_safe(self.cluster):
+                shown[estimate.choice.place] = estimate
+        chosen = {self.own_choice, *(estimate.choice for estimate in shown.values())}
+        return [estimate for estimate in estimates if estimate.choice in chosen]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         """DeepSpeed's configuration and the costs of a micro-batch on a layout."""
@@ -297,6 +348,17 @@ class Estimator:
         for estimator in self.stages:
             seconds += estimator.stage.steps * estimator.estimate(choice).step_s
         return seconds
+
+    def rough_seconds(self) -> float:
+        """About the seconds of all steps where no step can be traced: see `NotTracedError`.
+
+        By the rule of 6 FLOPs for each parameter that computes a token, and the ranks' speed.
+        """
+        tokens = 0
+        for estimator in self.stages:
+            tokens += estimator.stage.steps * estimator.tokens_per_step
+        flops = _FLOPS_PER_PARAMETER * (self.parameters.active + self.parameters.expansion) * tokens
+        return flops / (self.cluster.gpus * self.speed.flops_per_second)
 
 
 def estimator_of(
@@ -369,6 +431,7 @@ def open_estimator(
     parallel = config.parallel
     layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
     deepspeed = deepspeed_config_of(config, layout)
+    check_optimizer(config.schedule, deepspeed)
     spec = read_spec(source, config.base_code)
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import zero3_unsupported_reason
-from pipeline.methods import training_method
+from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults
@@ -29,6 +29,14 @@ RECOMPUTATIONS: tuple[tuple[ActivationCheckpointing, KeptResults], ...] = (
 memory."""
 GROUP_SIZES = (1, 2, 4, 8)
 """Sizes that are compared, of tensor-parallel groups and of groups that share experts."""
+
+
+class Place(NamedTuple):
+    """What remains of a `Choice` without recomputation."""
+
+    zero_stage: int
+    tp_size: int
+    expert_size: int
 
 
 class Choice(NamedTuple):
@@ -55,6 +63,11 @@ class Choice(NamedTuple):
             LayoutError: the sizes of groups do not divide the number of GPUs.
         """
         return Layout(gpus, self.tp_size, self.expert_size)
+
+    @property
+    def place(self) -> Place:
+        """The layout apart from its recomputation."""
+        return Place(self.zero_stage, self.tp_size, self.expert_size)
 
     @property
     def groups(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.config.run import RunConfig
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
@@ -25,15 +25,24 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("H100",): 989.5,
     ("A100",): 312.0,
     ("A10",): 125.0,
+    ("A30",): 165.0,
     ("L40S",): 362.05,
+    ("L4",): 121.0,
+    ("A6000",): 154.8,
+    # GeForce: with accumulation in fp32, which is half of the figure for fp16.
+    ("RTX", "3090"): 71.0,
+    ("RTX", "4090"): 165.2,
+    ("RTX", "5090"): 209.5,
 }
+_OTHER_CHIPS = {"MIG", "Laptop", "D"}
+"""Words of names that have a table's words and another peak: a slice of a GPU, such as "NVIDIA
+A100-SXM4-40GB MIG 1g.5gb", or a smaller chip."""
 
 
 def dense_tflops(device_name: str) -> float | None:
     """The dense 16-bit peak of a GPU in TFLOP/s, by torch's name of it; None if it is unknown."""
     words = set(device_name.replace("-", " ").split())
-    if "MIG" in words:
-        # A slice of a GPU, such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb", has a fraction of the peak.
+    if words & _OTHER_CHIPS:
         return None
     for needed, tflops in _DENSE_16_BIT_TFLOPS.items():
         if words >= set(needed):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
 from pipeline.hosted.decoder import HostedDecoder
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix

@@ -11,7 +11,7 @@ from pipeline.config.run import RunConfig
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.mixtures import idle_parameters
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import training_method
+from pipeline.methods.registry import training_method
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.spec import DecoderSpec

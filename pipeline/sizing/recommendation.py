@@ -85,4 +85,4 @@ def needed_gib(estimate: Estimate) -> str:
 
 def usable_gib(cluster: Cluster) -> str:
     """The memory of a GPU that a run may use, in GiB, for a message."""
-    return f"{cluster.usable_bytes / GIB:.0f}"
+    return f"{cluster.usable_bytes / GIB:.3g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from datetime import timedelta
 from typing import Any
 
 from pipeline.config.method import ScaleMethod
@@ -63,7 +64,8 @@ def report_values(
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
         "stage": estimator.stage.name or None,
-        "cluster": asdict(cluster),
+        "cluster": asdict(cluster)
+        | {"peak_tflops": estimator.speed.peak_tflops, "mfu": estimator.speed.mfu},
         "usable_bytes": round(cluster.usable_bytes),
         "layouts": layouts,
         "refused": refused,
@@ -126,10 +128,10 @@ def _model_section(estimator: Estimator) -> str:
         ),
         (
             "cluster",
-            f"{cluster.gpus} GPUs on {cluster.nodes} node(s), {usable_gib(cluster)} usable of "
-            f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s "
-            f"at MFU {cluster.mfu:.2f}",
+            f"{cluster.gpus} {cluster.processes} on {cluster.nodes} node(s), "
+            f"{usable_gib(cluster)} usable of {cluster.gpu_memory_gib:.3g} GiB",
         ),
+        ("speed", f"of each {estimator.speed}"),
     ]
     if len(estimator.stages) > 1:
         stages = f"of {len(estimator.stages)}, {estimator.stage}, takes the most memory"
@@ -273,16 +275,17 @@ def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
             f"TIGHT, less than {MEMORY_ERROR:.0%} of {usable_gib(cluster)} usable GiB are left: "
         )
     tokens_per_second_per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    hours = estimator.run_seconds(estimate.choice) / 3600
+    whole = timedelta(seconds=round(estimator.run_seconds(estimate.choice)))
+    rank = "process" if cluster.on_cpu else "GPU"
     on_host = ""
     if estimate.host_bytes:
-        on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
+        on_host = f", {estimate.host_bytes / GIB:.2f} GiB a {rank} in host memory"
     kinds: list[str] = []
     for kind in fields(Memory):
         kinds.append(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}")
     return (
         f"{estimate.choice} ({whose}): {warning}{estimate.micro_batches} micro-batches a step, "
         f"{step_s:.2f} s ({estimate.compute_s:.2f} computing), "
-        f"{tokens_per_second_per_gpu:,.0f} tokens/s a GPU, {hours:.1f} h{on_host}; "
+        f"{tokens_per_second_per_gpu:,.0f} tokens/s a {rank}, {whole} in all{on_host}; "
         f"GiB: {', '.join(kinds)}"
     )

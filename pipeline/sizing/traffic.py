@@ -20,9 +20,9 @@ GATHER = "parameter gathers"
 REDUCE = "gradient reduction"
 TENSOR_PARALLEL = "tensor parallelism"
 EXPERT_PARALLEL = "experts over ranks"
-MUON = "whole matrices for Muon"
-_MUON_BYTES = 4
-"""Bytes of an element that is sent for Muon: fp32."""
+MUON = "matrices for Muon"
+_MUON_BYTES = 2
+"""Bytes of an element that is sent for Muon: bf16, in which a matrix is orthogonalised."""
 
 
 def partition_size(size: int, dp_size: int) -> int:
@@ -136,16 +136,12 @@ def estimate_traffic(
     if layout.dp_size > 1:
         traffic += _data_parallel(costs, zero, layout, micro_batches, cluster)
 
-    split = 0
-    for parameter in costs.by_muon:
-        if parameter.split:
-            split += parameter.size
-    if split > 0:
-        # Muon orthogonalises whole matrices: tensor-parallel ranks gather the shards of each.
-        on_node = min(layout.tp_size, cluster.gpus_per_node)
-        # The payload of an all-gather is its output: the shards of all ranks.
-        payload = _MUON_BYTES * split * layout.tp_size
-        traffic.append(Traffic(MUON, "all-gather", payload, layout.tp_size, on_node))
+    by_muon = total_elements(costs.by_muon)
+    if by_muon > 0 and layout.world_size > 1:
+        # A rank sends its elements to the owners of their matrices, and gets the updates back.
+        on_node = min(layout.world_size, cluster.gpus_per_node)
+        payload = 2 * _MUON_BYTES * partition_size(by_muon, layout.dp_size)
+        traffic.append(Traffic(MUON, "all-to-all", payload, layout.world_size, on_node))
 
     for (size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(size, cluster.gpus_per_node)
@@ -179,14 +175,10 @@ def _data_parallel(
         # ZeRO-2 and 3 reduce in every micro-batch, ZeRO-1 once in a step.
         reduced *= micro_batches
     reduction = "reduce-scatter" if zero.zero_stage == 3 else "all-reduce"
-    traffic = [
+    return [
         Traffic(GATHER, "all-gather", gathered, dp_size, on_node),
         Traffic(REDUCE, reduction, reduced, dp_size, on_node),
     ]
-    by_muon = total_elements(costs.by_muon)
-    if by_muon:
-        traffic.append(Traffic(MUON, "all-reduce", _MUON_BYTES * by_muon, dp_size, on_node))
-    return traffic
 
 
 def _gathered_elements(

@@ -24,7 +24,7 @@ from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
-from pipeline.model.decoder import is_layer_matrix
+from pipeline.optimizers.optimizer import Optimizer, moments_of
 from pipeline.parallel.sharding import (
     OptimizerShard,
     ZeroPartition,
@@ -33,7 +33,6 @@ from pipeline.parallel.sharding import (
     zero_partition_of,
 )
 from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
-from pipeline.training.muon import Muon, moments_of
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -213,7 +212,7 @@ def destroy(engine: Any, model: nn.Module) -> None:
 
 @torch.no_grad()
 def optimizer_state(
-    engine: Any, model: nn.Module
+    engine: Any, model: nn.Module, kind: Optimizer
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor]]:
     """What this rank's optimizer holds: `first` and `values` of a `RankState`, and step counts.
 
@@ -224,7 +223,7 @@ def optimizer_state(
     values: dict[str, Tensor] = {}
     adam_steps: dict[str, Tensor] = {}
     for name, shard in _optimizer_shards(model, engine.optimizer):
-        slots, moments = _slots(engine, name, shard)
+        slots, moments = _slots(engine, kind, name, shard)
         first[name] = shard.first
         adam_steps[name] = slots["step"].clone()
         values[f"{name}/fp32"] = shard.within(shard.flat)
@@ -234,13 +233,15 @@ def optimizer_state(
 
 
 @torch.no_grad()
-def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:
+def restore(
+    engine: Any, model: nn.Module, kind: Optimizer, reader: CheckpointReader, tp: TensorParallel
+) -> None:
     """Sets the fp32 weights, moments and step count of this rank's optimizer.
 
     It is no collective; `publish` follows.
     """
     for name, shard in _optimizer_shards(model, engine.optimizer):
-        slots, moments = _slots(engine, name, shard)
+        slots, moments = _slots(engine, kind, name, shard)
         adam_step = reader.adam_step(name)
         slots["step"] = adam_step.to(shard.flat.device)
         span = (shard.first, shard.first + shard.length)
@@ -256,7 +257,7 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
 
 
 def _slots(
-    engine: Any, name: str, shard: OptimizerShard
+    engine: Any, kind: Optimizer, name: str, shard: OptimizerShard
 ) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:
     """What the optimizer holds for `shard.flat`, and the names of its moments.
 
@@ -264,7 +265,7 @@ def _slots(
     """
     optimizer = engine.optimizer.optimizer
     slots: dict[str, Tensor] = optimizer.state[shard.flat]
-    moments = moments_of(optimizer, name, shard.parameter)
+    moments = moments_of(kind, name, shard.parameter)
     if not slots:
         slots["step"] = torch.zeros((), device=shard.flat.device)
         for moment in moments:
@@ -307,27 +308,28 @@ def _optimizer_shards(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, O
             yield name, shard
 
 
-def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
-    """Tells Muon, if that is the optimizer, what this rank holds of its matrices.
+def attach_optimizer(engine: Any, model: nn.Module, kind: Optimizer, groups: ProcessGroups) -> None:
+    """Tells the optimizer what this rank holds of the parameters that it updates.
 
-    Every rank tells it of the same matrices in the same order: of some it may hold nothing.
+    Every rank tells it of the same parameters in the same order: of some it may hold nothing.
     """
     optimizer = engine.optimizer
-    muon = optimizer.optimizer
-    if not isinstance(muon, Muon):
+    made = optimizer.optimizer
+    if not kind.needs_shards:
         return
     shards: list[OptimizerShard] = []
     for name, weight in named_trained_parameters(model):
-        if not is_layer_matrix(name, weight):
+        if not kind.updates(name, weight):
             continue
         if _is_zero3(optimizer):
             shards.append(_shard_of_zero3(weight, optimizer))
             continue
         # ZeRO-1 and 2 keep a group as one flat tensor.
-        (flat,) = next(group["params"] for group in muon.param_groups if name in group["names"])
+        (flat,) = next(group["params"] for group in made.param_groups if name in group["names"])
         nothing = OptimizerShard(weight, flat, 0, 0, 0)
         shards.append(_shard(weight, optimizer) or nothing)
-    muon.attach(shards, groups)
+    if shards:
+        kind.attach(made, shards, groups)
 
 
 def _is_zero3(optimizer: Any) -> bool:

@@ -12,28 +12,29 @@ import deepspeed
 import torch
 from torch import Tensor
 
-from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import stages_of
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.optimizers.optimizer import optimizer_named
 from pipeline.parallel.cross_entropy import greedy_choices_
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
-from pipeline.training.muon import make_optimizer
+from pipeline.training.optimizer import make_optimizer
 from pipeline.training.resting import RestingParameter, initial_resting, restored_resting
 
 
-def build_model(
+def build_on_device(
     config: RunConfig,
     base: BaseFolder,
     deepspeed_config: DeepSpeedConfig,
@@ -50,7 +51,7 @@ def build_model(
     if device is not None and deepspeed_config.zero_stage < 3:
         on_device = device
     with default_dtype(deepspeed_config.dtype), partitioning, on_device:
-        model = methods.build_model(config, base.spec, groups.tensor_parallel)
+        model = build_model(config, base.spec, groups.tensor_parallel)
     deepspeed_internals.attach_zero_partitions(model)
     return model
 
@@ -104,6 +105,7 @@ class Engine:
             has_trained = name in model.resting and stages_of(name, trained_before)
             if parameter.requires_grad or has_trained:
                 self.trainable_parameters += size
+        self._optimizer = optimizer_named(config.schedule.optimizer)
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
         self._tokens_per_micro_batch = (
@@ -138,7 +140,7 @@ class Engine:
             ) from None
         self.model: CausalDecoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
-        deepspeed_internals.attach_muon(self._engine, self.model, groups)
+        deepspeed_internals.attach_optimizer(self._engine, self.model, self._optimizer, groups)
 
     def _rest(
         self,
@@ -247,7 +249,9 @@ class Engine:
 
         The values are views.
         """
-        first, values, counts = deepspeed_internals.optimizer_state(self._engine, self.model)
+        first, values, counts = deepspeed_internals.optimizer_state(
+            self._engine, self.model, self._optimizer
+        )
         adam_step = torch.tensor(0.0)
         for count in counts.values():
             adam_step = count
@@ -279,7 +283,9 @@ class Engine:
         It is no collective: `publish_restored` follows. The base is in the model already.
         """
         reader = CheckpointReader(index, self.model)
-        deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
+        deepspeed_internals.restore(
+            self._engine, self.model, self._optimizer, reader, self.tensor_parallel
+        )
 
     def publish_restored(self, step: int) -> None:
         """Copies what `restore` loaded into the model, whose state is that after `step` steps.

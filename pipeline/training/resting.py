@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.schedule import Schedule
 from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.decoder import is_layer_matrix
+from pipeline.optimizers.optimizer import moments_of, optimizer_named
 from pipeline.parallel.sharding import (
     Rows,
     fill,
@@ -78,9 +78,7 @@ def restored_resting(
         adam_step = int(reader.adam_step(name))
         kinds: list[Kind] = ["fp32"]
         if adam_step > 0:
-            kinds.append("exp_avg")
-            if schedule.optimizer != "muon" or not is_layer_matrix(name, parameter):
-                kinds.append("exp_avg_sq")
+            kinds += moments_of(optimizer_named(schedule.optimizer), name, parameter)
         values: dict[Kind, Tensor] = {}
         for kind in kinds:
             values[kind] = reader.read_span(name, kind, tp.rank, tp.size, (first, first + length))

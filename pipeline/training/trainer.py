@@ -20,22 +20,21 @@ from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
-from pipeline.files.hashes import file_hash
 from pipeline.health.liveness import Phases
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
-    all_gathered,
     raise_on_all_ranks,
     run_on_all_ranks,
     warn_on_rank0,
 )
 from pipeline.parallel.replicas import check_frozen_replicas
 from pipeline.parallel.topology import ProcessGroups
+from pipeline.training.base_copies import hash_base
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
 from pipeline.training.early_stop import cooled_rate
-from pipeline.training.engine import Engine, build_model
+from pipeline.training.engine import Engine, build_on_device
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.step_totals import StepSums, StepTotals
@@ -283,6 +282,7 @@ class Trainer:
         It changes the weights if the gradient is finite.
         """
         sums = StepSums(self.device)
+        self.engine.model.equals_base = index == 0 and self.inputs.starts_at_base
         batches = self.batches.of_step(index - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:
@@ -408,29 +408,6 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 """
 
 
-def hash_base(inputs: RunInputs) -> None:
-    """Hashes the files of the base and of the initial expansion, divided among the ranks.
-
-    Every rank must call it; all get the hashes of all files of the base.
-
-    Raises:
-        CheckpointError: a file of the expansion has changed since it was written.
-    """
-    base = inputs.base
-    share = slice(dist.get_rank(), None, dist.get_world_size())
-
-    def hash_share() -> dict[str, str]:
-        expansion = inputs.method.expansion
-        if expansion is not None:
-            expansion.check_files(share)
-        return {file.name: file_hash(file) for file in base.files[share]}
-
-    hashes: dict[str, str] = {}
-    for part in all_gathered(run_on_all_ranks(hash_share)):
-        hashes.update(part)
-    base.set_known_hashes(hashes)
-
-
 def load_model(
     inputs: RunInputs, config: RunConfig, groups: ProcessGroups, device: torch.device
 ) -> CausalDecoder:
@@ -445,7 +422,7 @@ def load_model(
             its shard. The other ranks raise SystemExit.
     """
     started = time.perf_counter()
-    model = build_model(config, inputs.base, inputs.deepspeed_config, groups, device)
+    model = build_on_device(config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
     check_frozen_replicas(model, groups.get_data_parallel_group(), groups.layout.expert_size)
     _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)

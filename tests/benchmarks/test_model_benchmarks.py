@@ -12,7 +12,7 @@ from benchmarks.gate_separation import __main__ as gate_separation
 from benchmarks.gate_separation.__main__ import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
-from tests.self_generated.helpers import copied_stories
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.texts import DATA
 
 pytestmark = pytest.mark.full

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -10,10 +17,12 @@ from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     BaseRecord,
     CheckpointManifest,
+    CoolDown,
     Fp8Record,
     LayoutRecord,
     Position,
     RunRecord,
+    StepRecord,
     check_same_run,
     load_manifest,
     not_recorded,
@@ -136,3 +145,56 @@ def test_a_manifest_of_an_earlier_version_has_no_checksum(tmp_path):
     written = manifest(record())
     (tmp_path / MANIFEST_FILE).write_text(written.model_dump_json())
     assert load_manifest(tmp_path) == written
+
+
+numbers = st.floats(allow_nan=True, allow_infinity=True)
+counts = st.integers(0, 2**53)
+positions = st.builds(
+    Position,
+    step=counts,
+    tokens_seen=counts,
+    seconds=numbers,
+    skipped_steps=st.lists(counts, max_size=3).map(tuple),
+    learning_rate_factor=numbers,
+    initial_nll_per_token=st.dictionaries(st.text(max_size=5), numbers, max_size=3),
+    recent=st.lists(st.builds(StepRecord, counts, numbers, numbers), max_size=3).map(tuple),
+    lowest_nll_per_token=st.none() | numbers,
+    cool_down=st.none() | st.builds(CoolDown, counts, counts, numbers),
+)
+
+
+@given(positions)
+def test_every_position_is_read_as_it_was_written(position):
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest(record()).model_copy(update={"position": position}).save(folder)
+        # As text, for NaN is not equal to itself.
+        assert repr(load_manifest(folder).position) == repr(position)
+
+
+def test_settings_that_are_not_finite_are_the_same_when_a_run_resumes(tmp_path):
+    run = record().model_copy(update={"method": {"name": "lora", "rank": 4, "alpha": math.inf}})
+    manifest(run).save(tmp_path)
+    check_same_run(load_manifest(tmp_path), tmp_path, run)
+    with pytest.raises(CheckpointError, match="alpha"):
+        check_same_run(load_manifest(tmp_path), tmp_path, record())
+
+
+def test_a_score_that_an_earlier_version_wrote_as_null_is_read(tmp_path):
+    position = Position(step=3, initial_nll_per_token={"ko": 2.0, "en": math.nan})
+    manifest(record()).model_copy(update={"position": position}).save(tmp_path)
+    path = tmp_path / MANIFEST_FILE
+    values = json.loads(path.read_text())
+    assert values["position"]["initial_nll_per_token"]["en"] == "NaN"
+    values["position"]["initial_nll_per_token"]["en"] = None
+    del values["checksum"]
+    path.write_text(json.dumps(values))
+    assert repr(load_manifest(tmp_path).position) == repr(position)
+
+
+def test_another_code_of_the_base_is_named_as_its_setting(tmp_path):
+    hosted = record().model_copy(update={"is_hosted": True})
+    with pytest.raises(
+        CheckpointError, match=r"another base_code \(expected 'native', found 'transformers'\)"
+    ):
+        check_same_run(manifest(record()), tmp_path, hosted)

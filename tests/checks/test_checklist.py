@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
 from pipeline.checks import checklist, input_checks
 from pipeline.checks.checklist import check_stage
 from pipeline.checks.dry_run.make_plan import make_plan
+from pipeline.checks.inputs import RunInputs
 from pipeline.commands import train
 from pipeline.config.run import load_config
+from pipeline.data.dataset.samples import check_predicts
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.methods import build_model
+from pipeline.errors import CheckpointError, ConfigError, DataError
+from pipeline.methods.build_model import build_model
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock
 from pipeline.sizing.cluster import Cluster
-from tests.programs import call
+from tests.programs import call, scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
-from tests.training.runs import make_run, make_tokens, write_config
+from tests.training.runs import make_run, make_tokens, tokenize_corpora, write_config
 
 
 def test_a_dry_run_makes_every_check_of_the_stages():
@@ -33,12 +38,18 @@ def test_a_dry_run_makes_every_check_of_the_stages():
         input_checks.check_samples: input_checks.check_samples_or_folder,
         input_checks.check_start: input_checks.check_newest_checkpoint,
     }
-    for check in (*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS):
-        assert before_they_exist.get(check, check) in checklist.DRY_RUN_CHECKS, check.__name__
+    for check in (*checklist.input_checks("tokenize"), *checklist.input_checks("train")):
+        assert before_they_exist.get(check, check) in checklist.input_checks("dry run"), (
+            check.__name__
+        )
 
 
 def test_every_check_is_used_and_says_what_it_checks():
-    used = {*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS, *checklist.DRY_RUN_CHECKS}
+    used = {
+        *checklist.input_checks("tokenize"),
+        *checklist.input_checks("train"),
+        *checklist.input_checks("dry run"),
+    }
     for check in (*used, *checklist.PREFLIGHT_CHECKS):
         assert check.__doc__, check.__name__
     for name, function in vars(input_checks).items():
@@ -81,6 +92,18 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     assert reported(for_model_card, capsys) == (0, [])
     write_config(run, tokens)
     assert sorted(path for folder in begun for path in folder.rglob("*")) == before
+
+
+def test_a_refused_setting_is_told_before_the_finished_stages_are_walked(begun):
+    """By the first stage of the job; and a run that goes on as it was waits for no torch there."""
+    run, tokens = begun
+    config = write_config(run, tokens)
+    refused = scale_cpt("tokenize", config, "--set", "method.router_threshold=0.25")
+    assert refused.returncode != 0
+    assert "another method.router_threshold (expected 0.5, found 0.25)" in refused.stderr
+    assert scale_cpt("tokenize", config, "--set", "schedule.steps=7").returncode == 0
+    with patch.object(checklist, "check_stage", side_effect=AssertionError("not without need")):
+        assert scale_cpt("tokenize", config).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -246,3 +269,67 @@ def test_a_restart_passes_the_stages_before_training_without_torch(begun, comman
     code += "try: cli.main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
+
+
+def pairs(file: Path, prompt: str, count: int = 12) -> Path:
+    """Records of a prompt and an answer."""
+    lines: list[str] = []
+    for number in range(count):
+        lines.append(json.dumps({"question": f"{prompt} {number}", "text": "The dog was happy."}))
+    file.write_text("\n".join(lines))
+    return file
+
+
+LONG = "Once upon a time there was a little dog who liked to play in the park. " * 20
+
+
+def test_a_held_out_part_that_predicts_nothing_is_refused_at_the_start(tmp_path, capsys):
+    short = pairs(tmp_path / "short.jsonl", "Who was it?")
+    heldout = pairs(tmp_path / "long.jsonl", LONG)
+    corpus = {"input": [str(short)], "heldout_input": [str(heldout)], "prompt_key": "question"}
+    settings = {"data__corpora": {"pairs": corpus}, "data__replay_fraction": 0}
+
+    def config(**changes: int) -> Path:
+        return make_run(tmp_path / "run", tmp_path / "tokens", **settings, **changes)
+
+    # The order of the samples is fixed: the first one of these holds no answer.
+    path = config(validation__max_sequences=1)
+    tokenize_corpora(load_config(path))
+    with pytest.raises(DataError) as refusal:
+        check_stage(load_config(path), 1, "train")
+    message = str(refusal.value)
+    assert re.search(
+        r"pairs\.heldout: the held-out part of data\.corpora\.pairs predicts no token in the sequ"
+        r"ences that are scored \(1 of \d+\): .* prompts that fill all 32 tokens .*; raise data\.s",
+        message,
+    )
+    assert reported(path, capsys) == (1, [message])
+
+    # Both remedies hold.
+    check_stage(load_config(config(validation__max_sequences=1000)), 1, "train")
+    longer = {"data__sequence_length": 512, "validation__max_sequences": 1}
+    check_stage(load_config(config(**longer)), 1, "train")
+
+
+def test_a_corpus_that_trains_nothing_is_refused_at_the_start(tmp_path):
+    short = pairs(tmp_path / "short.jsonl", "Who was it?")
+    corpus = {"input": [str(short)], "prompt_key": "question"}
+    path = make_run(
+        tmp_path / "run",
+        tmp_path / "tokens",
+        data__corpora={"pairs": corpus},
+        data__replay_fraction=0,
+    )
+    tokenize_corpora(load_config(path))
+    inputs = RunInputs(load_config(path), 1)
+    assert inputs.samples.training
+    whole = inputs.samples.training[0].samples.corpora["pairs"]
+
+    def all_prompt(start: int, stop: int) -> object:
+        return np.ones(stop - start, dtype=bool)
+
+    with (
+        patch.object(whole.source, "prompt_mask", all_prompt),
+        pytest.raises(DataError, match=r"no sequence of data\.corpora\.pairs predicts a token"),
+    ):
+        check_predicts(inputs.samples.training, {}, 1)

@@ -12,11 +12,12 @@ from pipeline.checks.checklist import refuse_faults
 from pipeline.checks.preflight.all_reduce import Link, judge_all_reduce
 from pipeline.checks.preflight.findings import Fault, Finding
 from pipeline.checks.preflight.matrix_products import Product, judge_products, measure_product
-from pipeline.checks.preflight.memory import AvailableMemory, host_memory, judge_memory
+from pipeline.checks.preflight.memory import AvailableMemory, judge_memory
 from pipeline.errors import PreflightError
 from pipeline.files.hashes import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
+from pipeline.sizing.host_memory import available_memory, machine_memory
 
 EIGHT = ["a"] * 4 + ["b"] * 4
 SOUND = Product(None, 0.010)
@@ -80,7 +81,7 @@ def test_a_group_with_a_wrong_or_slow_sum_is_named():
 
 
 def test_the_smallest_and_the_fullest_gpu_count():
-    assert 0 < host_memory() < 2**50
+    assert 0 < available_memory() <= machine_memory() < 2**50
     memory = AvailableMemory(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
     assert not judge_memory(60 * GIB, 0, [memory] * 8, EIGHT).faults
     (small,) = faults_of(

@@ -12,9 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.checkpoint.trained_model import TrainedModel
-from pipeline.conversion.formats import choose_export
+from pipeline.conversion import Purpose
+from pipeline.conversion.formats import check_format, check_tp_size
+from pipeline.conversion.request import Conversion
 from pipeline.hf.load import load_hf_model
-from pipeline.hf.write import write_hf_folder
+from pipeline.hf.write import Export, write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
 from tests.conversion.checkpoints import (
@@ -170,3 +172,20 @@ def assert_exported(model: TrainedModel, folder: Path, bound: float = PARITY) ->
     assert expected.std() > 0.5
     found = load_hf_model(folder, torch.float32)(tokens).logits
     assert_near(found, expected, bound)
+
+
+def choose_export(
+    model: TrainedModel,
+    format: str,
+    dtype: torch.dtype,
+    purpose: Purpose = "serving",
+    tp_size: int = 1,
+) -> Export:
+    """The contents of a model's export, as `scale-cpt convert` chooses them."""
+    chosen = check_format(model, format)
+    check_tp_size(model, chosen, tp_size)
+    asked = Conversion(
+        model.checkpoint, model.base.path, Path(), format, purpose=purpose, tp_size=tp_size
+    )
+    asked = replace(asked, options=chosen.settled_options(asked, model))
+    return chosen.contents(model, dtype, asked)

@@ -16,13 +16,13 @@ from pipeline.conversion.adapter import (
     load_with_adapter,
     write_adapter,
 )
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.formats import choose_export
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import ConversionError
 from pipeline.hf.load import load_hf_model
 from tests.conversion.checkpoints import training_decoder
-from tests.conversion.exports import exported
+from tests.conversion.exports import choose_export, exported
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
 
@@ -104,7 +104,7 @@ def test_an_adapter_that_was_damaged_is_not_published(models, tmp_path, monkeypa
         tensors[name] = -tensors[name]
         save_file(tensors, folder / ADAPTER_WEIGHTS)
 
-    monkeypatch.setattr("pipeline.conversion.convert.write_adapter", damaged)
+    monkeypatch.setattr("pipeline.conversion.core_formats.write_adapter", damaged)
     request = Conversion(model.checkpoint, model.base.path, tmp_path / "adapter", format="peft")
     with pytest.raises(ConversionError, match="differs from the trained one"):
         convert(request, probe_maker({}))

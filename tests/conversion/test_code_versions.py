@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.conversion.formats import choose_export
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.hf.write import CONFIGURATION_FILE, code_files, copy_code, write_hf_folder
 from tests.conversion.checkpoints import without_this_project
+from tests.conversion.exports import choose_export
 
 LOADED = """
 import torch

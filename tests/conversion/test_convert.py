@@ -10,13 +10,15 @@ import runpy
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import GRANTED, Report, check
 from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
@@ -25,7 +27,7 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.distributed import run_ranks
-from tests.files import change_json, flip_bit
+from tests.files import change_json, cut, flip_bit
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -39,6 +41,20 @@ def published(models, tmp_path_factory):
     """A verified conversion, for tests that change copies of it."""
     checkpoint = models("stories260K", "adapt separate").checkpoint
     done = Conversion(checkpoint, STORIES, tmp_path_factory.mktemp("published") / "hf")
+    assert convert(done, probe_maker({}))
+    return done
+
+
+@pytest.fixture(scope="module")
+def described(models, tmp_path_factory):
+    """A conversion whose base has a chat template, settings of generation, terms and a card."""
+    folder = tmp_path_factory.mktemp("described")
+    base = Path(shutil.copytree(STORIES, folder / "base"))
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (base / "LICENSE").write_text("As you like.")
+    (base / "README.md").write_text("---\nlicense: mit\n---\nA base.")
+    (base / "generation_config.json").write_text('{"eos_token_id": 2}')
+    done = Conversion(models("stories260K", "adapt separate").checkpoint, base, folder / "hf")
     assert convert(done, probe_maker({}))
     return done
 
@@ -257,3 +273,68 @@ def test_the_old_name_of_a_format_is_told_the_new_one():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "--format: expected merged, which stock is called now, found stock" in line
+
+
+CHANGES_OF_THE_BASE = {
+    "chat template": lambda base: (base / "chat_template.jinja").write_text("{{ 'other' }}"),
+    "template removed": lambda base: (base / "chat_template.jinja").unlink(),
+    "generation": lambda base: (base / "generation_config.json").write_text('{"top_k": 5}'),
+    "entry of config.json": lambda base: change_json(base / "config.json", eos_token_id=[2, 3]),
+    "terms": lambda base: (base / "LICENSE").write_text("Ask first."),
+    "terms added": lambda base: (base / "NOTICE").write_text("Of somebody."),
+    "card": lambda base: (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n"),
+    "tokenizer settings": lambda base: change_json(base / "tokenizer_config.json", more=1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_THE_BASE)
+def test_it_is_converted_again_after_a_file_of_the_base_changed(described, tmp_path, what):
+    base = Path(shutil.copytree(described.base, tmp_path / "base"))
+    again = replace(
+        described, base=base, output=Path(shutil.copytree(described.output, tmp_path / "hf"))
+    )
+    probe = probe_maker({})
+    assert not convert(again, probe)
+    CHANGES_OF_THE_BASE[what](base)
+    assert convert(again, probe) and not convert(again, probe)
+
+
+CHANGES_OF_THE_EXPORT = {
+    "weights gone": (lambda hf: (hf / "model.safetensors").unlink(), "model.safetensors: missing"),
+    "weights cut": (lambda hf: cut(hf / "model.safetensors"), "of another size"),
+    "weights damaged": (lambda hf: flip_bit(hf / "model.safetensors"), "another SHA-256"),
+    "settings gone": (lambda hf: (hf / "config.json").unlink(), "config.json: missing"),
+    "code changed": (lambda hf: flip_bit(hf / "modeling_scale.py"), "another SHA-256"),
+    "tokenizer gone": (lambda hf: (hf / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+    "files unknown": (lambda hf: change_json(hf / "conversion.json", files=None), "nothing says"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_THE_EXPORT)
+def test_an_export_that_is_not_as_it_was_written_is_made_again(published, tmp_path, caplog, what):
+    change, message = CHANGES_OF_THE_EXPORT[what]
+    again = replace(published, output=Path(shutil.copytree(published.output, tmp_path / "hf")))
+    change(again.output)
+    with caplog.at_level("INFO"):
+        assert convert(again, probe_maker({}))
+    assert f"converting again: {again.output}" in caplog.text and message in caplog.text
+    assert not convert(again, probe_maker({}))
+    for file in published.output.iterdir():
+        assert (again.output / file.name).is_file(), file.name
+
+
+def test_what_a_user_adds_to_an_export_stays(published, tmp_path):
+    again = replace(published, output=Path(shutil.copytree(published.output, tmp_path / "hf")))
+    card = again.output / "README.md"
+    card.write_text(card.read_text() + "\n## Our scores\n")
+    (again.output / "notes.txt").write_text("ours")
+    assert not convert(again, probe_maker({}))
+    assert card.read_text().endswith("## Our scores\n")
+
+
+def test_an_exported_expansion_that_was_damaged_is_made_again(published, tmp_path):
+    asked = replace(published, format="expansion", output=tmp_path / "expansion")
+    assert convert(asked, probe_maker({})) and not convert(asked, probe_maker({}))
+    for change in (Path.unlink, flip_bit):
+        change(asked.output / "expansion-00001.safetensors")
+        assert convert(asked, probe_maker({})) and not convert(asked, probe_maker({}))

@@ -29,7 +29,8 @@ _CONVERT = """
 import json, sys, threading, time
 from pathlib import Path
 from pipeline.hf import write as hf_write
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
+from pipeline.conversion.request import Conversion
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.conversion.probe_texts import probe_maker
 

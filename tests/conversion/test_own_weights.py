@@ -13,9 +13,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.formats import choose_export
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
@@ -30,7 +30,7 @@ from tests.conversion.checkpoints import (
     trained,
     training_decoder,
 )
-from tests.conversion.exports import MORE_METHODS, assert_exported, exported
+from tests.conversion.exports import MORE_METHODS, assert_exported, choose_export, exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
@@ -128,7 +128,7 @@ def test_a_shut_text_is_the_bases_whatever_the_own_weights_are(name, method, exp
     assert_near(logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
-    with patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False):
+    with patch.object(ScaleForCausalLM, "_can_read_again", lambda *_: False):
         whole = model(tokens).logits
         plain = without_own_weights(model)(tokens).logits
     assert torch.equal(whole, plain) and torch.equal(whole, logits)
@@ -278,7 +278,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, exports):
     """Where another library trains the export further."""
     model = load_hf_model(exports("llama", "own adapt", features="token")[0]).train()
     tokens = some_tokens(model.config, 2, LENGTH)
-    model.token_gate.requires_grad_(False)
 
     def gradients():
         model.zero_grad()

@@ -15,9 +15,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import StageRecord, load_manifest
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.model_card import _corpora, licence_of
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import BaseModelError, ConversionError
 from pipeline.hf.base_card import card_of, hub_name
 from pipeline.hf.base_files import copy_base_files
@@ -25,10 +26,10 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale, without_this_project
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
-from tests.self_generated.helpers import copied_stories
 from tests.widened import some_tokens
 
 METHODS = {"merged": scale("preserve", norm="base"), "scale": scale("adapt")}
@@ -102,10 +103,35 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         assert kept[name] == (STORIES / name).read_bytes()
 
 
+@pytest.mark.parametrize("format", METHODS)
+def test_the_code_of_the_card_runs_and_asks_nothing(format, exports, tmp_path):
+    card = (exports[format] / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    asked = tmp_path / "asked"
+    # transformers goes on when nobody answers: an exception would not be seen.
+    program = (
+        "import builtins, pathlib, sys\n"
+        f"builtins.input = lambda text: pathlib.Path({str(asked)!r}).write_text(text) and 'n'\n"
+        f"{code.replace(chr(34) + 'test' + chr(34), 'sys.argv[1]')}"
+        "print(type(model).__name__, len(tokenizer('Once upon a time').input_ids))\n"
+    )
+    assert "sys.argv[1]" in program
+    done = without_this_project(program, exports[format], tmp_path)
+    assert (
+        done.stdout.split()[0]
+        == {"merged": "LlamaForCausalLM", "scale": "ScaleForCausalLM"}[format]
+    )
+    assert not asked.exists()
+
+
 @pytest.mark.parametrize(
     ("format", "options", "expected"),
     [
-        ("auto", {"packing_is_asked": True}, "--bits and --min-count .* found format scale"),
+        (
+            "auto",
+            {"options": {"bits": 8}},
+            "--bits belongs to the format difference, found format scale",
+        ),
         ("expansion", {"dtype": torch.bfloat16}, "--dtype and --for .* found format expansion"),
         ("expansion", {"purpose": "training"}, "--dtype and --for .* found format expansion"),
         ("expansion", {"tp_size": 8}, "--tensor-parallel-size 8 .* found format expansion"),

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import methods
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert, latest_conversion
+from pipeline.conversion.convert import convert, latest_conversion
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import RESUME_LATER, BaseModelError
 from pipeline.hf.load import load_hf_model
+from pipeline.methods.build_model import build_model
+from pipeline.methods.registry import training_method
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
@@ -54,8 +56,8 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
 def initial_model(config: RunConfig) -> Decoder:
     """The run's model before its first step."""
     base = open_base(config.base)
-    model = methods.build_model(config, base.spec, SINGLE)
-    methods.training_method(config).load(model, base, SINGLE)
+    model = build_model(config, base.spec, SINGLE)
+    training_method(config).load(model, base, SINGLE)
     return model
 
 

@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.evaluation.benchmarks import benchmark_model
@@ -30,8 +31,8 @@ from pipeline.hf.served_tokenizer import (
 from tests.bases import STORIES, save_base
 from tests.conversion.checkpoints import checkpoint_in, save, scale, without_this_project
 from tests.distributed import run_ranks
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 HERE = Path(__file__).parent

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, TrainableTokensConfig, get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    QuantoConfig,
+    Trainer,
+    TrainingArguments,
+)
 
-from pipeline.combination.combine import base_entries
 from pipeline.conversion.model_card import LORA_TARGETS
+from pipeline.extensions.combination.combine import base_entries
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.remote_code.scale_math import NEVER
 from tests.conversion.checkpoints import scale_config
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -60,12 +67,37 @@ def test_transformers_trainer_trains_evaluates_and_predicts(method, gate, load, 
         ("llama tied", "preserve", {}),
         ("gemma2", "adapt", {}),  # its logits are capped
         *(("llama tied", "adapt", gate) for gate in GATES.values()),
+        ("llama tied", "scale", {}),  # the router's choice of two paths
+        ("llama tied", "scale", GATES["both"]),
+        *(("neox", "own lora", gate) for gate in GATES.values()),
+        ("llama", "own adapt from 0", GATES["both"]),
+        ("gemma2", "own adapt", GATES["both"]),
     ],
 )
 def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, method, gate, load):
     """As SFTTrainer computes it: hidden states of `base_model`, and `weight` and `bias` of the
     output embeddings."""
-    model = load(name, method, **gate)
+    assert_same_with_hidden_states(load(name, method, **gate))
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama tied", "adapt"), ("neox", "own lora")])
+def test_new_tokens_have_no_probability_after_a_closed_one_by_hidden_states_too(name, method, load):
+    model = load(name, method, **GATES["both"])
+    with_new_tokens(model)
+    tokens = some_tokens(model.config, 2, 12)
+    logits = model(tokens).logits
+    is_never = (logits[..., -7:] == NEVER).all(-1)
+    assert is_never.any() and not is_never.all()
+    assert_same_with_hidden_states(model)
+
+
+def with_new_tokens(model) -> None:
+    """Makes the last tokens of a model new ones of an extended vocabulary."""
+    model.config.base_vocab_size = model.config.vocab_size - 7
+    model.output.set_vocabulary(model.config)
+
+
+def assert_same_with_hidden_states(model) -> None:
     tokens = some_tokens(model.config, 2, 12)
     mask = torch.ones_like(tokens)
 
@@ -100,19 +132,104 @@ def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, meth
 
 
 def test_a_model_without_such_a_head_says_so(load):
-    routed = load("llama tied", "scale")
-    new_tokens = load("llama tied", "adapt", **GATES["both"])
-    new_tokens.config.base_vocab_size -= 7
+    capped = load("gemma2", "adapt", **GATES["both"])
+    with_new_tokens(capped)
     combined = CombinedForCausalLM(CombinedConfig(**base_entries(scale_config().to_dict())))
     for model, reason in (
-        (routed, "logits of two paths"),
-        (new_tokens, "new tokens"),
+        (capped, "new tokens .* logits are capped"),
         (combined, "for inference"),
     ):
         assert model.get_output_embeddings() is None
         with pytest.raises(ValueError, match=rf"no backbone .*{reason}.*labels=labels") as caught:
             model.base_model(input_ids=some_tokens(model.config, 1, 4))
         assert "\n" not in str(caught.value)
+
+
+def adapted_tokens(model, configuration):
+    """The logits with changed rows of two tokens, and the model with these rows merged."""
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 5]])
+    before = model(tokens).logits
+    adapted = get_peft_model(model, configuration)
+    rows = [one for key, one in adapted.named_parameters() if "trainable_tokens_delta" in key]
+    assert rows and all(one.requires_grad for one in rows)
+    assert_near(adapted(tokens).logits, before, PARITY)
+    for one in rows:
+        one.data += torch.randn(one.shape, generator=torch.Generator().manual_seed(0))
+    changed = adapted(tokens).logits
+    assert (changed - before).abs().max() > 1e-3
+    assert_near(adapted.merge_and_unload()(tokens).logits, changed, PARITY)
+    return rows
+
+
+@torch.no_grad()
+def test_peft_trains_tokens_of_models_as_wide_as_their_base(load):
+    for configuration in (
+        TrainableTokensConfig(token_indices=[5, 6]),
+        LoraConfig(target_modules=["query.base"], trainable_token_indices=[5, 6]),
+    ):
+        adapted_tokens(load("neox", "own lora", opens="sometimes"), configuration)
+
+
+@torch.no_grad()
+def test_peft_trains_tokens_of_a_wider_model_in_both_of_its_embeddings(load):
+    names = ["embedding.base", "embedding.expansion"]
+    rows = adapted_tokens(
+        load("llama", "own adapt", opens="sometimes"),
+        LoraConfig(
+            target_modules=["query.base"], trainable_token_indices={name: [5, 6] for name in names}
+        ),
+    )
+    model = load("llama", "own adapt", opens="sometimes")
+    assert sum(one.shape[1] for one in rows) == model.get_input_embeddings().embedding_dim
+
+
+def test_tokens_of_a_tied_model_are_not_trained_in_half(load):
+    model = load("llama tied", "adapt")
+    adapted = get_peft_model(
+        model, TrainableTokensConfig(token_indices=[5, 6], target_modules=["embedding.base"])
+    )
+    with pytest.raises(ValueError, match=r"trainable tokens: .* one matrix"):
+        adapted(torch.tensor([[5, 6]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "method"), [("stories260K", "own lora"), ("stories260K", "adapt")]
+)
+def test_an_adapter_is_loaded_with_its_base_by_one_call(name, method, exports, tmp_path):
+    folder, _ = exports(name, method, **GATES["both"])
+    model = load_hf_model(folder)
+    tokens = some_tokens(model.config, 1, 12)
+    targets = ["query.base"] if method == "own lora" else list(LORA_TARGETS)
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    ).eval()
+    expected = adapted(tokens).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
+    found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert_near(found(tokens).logits, expected, PARITY)
+    embedding = found.get_input_embeddings()
+    assert embedding.weight.shape == (embedding.num_embeddings, embedding.embedding_dim)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama tied", "adapt"), ("llama tied", "own lora"), ("llama", "lora")]
+)
+def test_quantisers_take_every_map_of_the_layers(name, method, exports):
+    """Of a tied model they would leave out what ends as its head: all `attention.output.base`."""
+    folder, _ = exports(name, method, **GATES["both"])
+    model = load_hf_model(folder)
+    tokens = some_tokens(model.config, 2, 12)
+    asked = QuantoConfig(weights="int8")
+    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
+    assert asked.modules_to_not_convert is None
+    left = [key for key, one in quantised.named_modules() if type(one) is torch.nn.Linear]
+    assert not left
+    assert type(quantised.layers[0].attention.output.base).__name__ == "QLinear"
+    logits = model(tokens).logits
+    assert 0 < (quantised(tokens).logits - logits).abs().max() < 0.2 * logits.std()
 
 
 @torch.no_grad()

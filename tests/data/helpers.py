@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
 import zstandard
 
 from pipeline.config.data import Corpus
@@ -164,10 +165,18 @@ def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pair_ids(prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """The ids of a prompt, which are read, and of its answer, which are predicted."""
-    encode = stories_tokenizer().reference.encode
-    return [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
+def pair_ids(
+    prompt: str, answer: str, start: tuple[int, ...] = (1,)
+) -> tuple[list[int], list[int]]:
+    """The ids of a prompt, which are read, and of its answer, which are predicted.
+
+    They are encoded together: the answer begins with the first token that reaches into it.
+    """
+    library = tokenizers.Tokenizer.from_file(str(STORIES260K / "tokenizer.json"))
+    encoding = library.encode(prompt + answer, add_special_tokens=False)
+    ends = [end for _, end in encoding.offsets]
+    cut = next(at for at, end in enumerate(ends) if end > len(prompt))
+    return [*start, *encoding.ids[:cut]], [*encoding.ids[cut:], 2]
 
 
 def stored_pairs(folder: Path) -> list[tuple[list[int], list[int]]]:

@@ -16,8 +16,8 @@ from pipeline.evaluation.chats import read_chats, score_chats
 from pipeline.evaluation.perplexity import _token_nll, _Window, score_folder
 from pipeline.hf.load import load_hf_model
 from tests.bases import CONFIGS
+from tests.extensions.self_generated.helpers import copied_stories, random_base
 from tests.files import change_json
-from tests.self_generated.helpers import copied_stories, random_base
 from tests.texts import chat, write_chats
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens

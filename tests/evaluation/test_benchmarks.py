@@ -24,8 +24,8 @@ from pipeline.evaluation.benchmarks import (
 )
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 
 pytestmark = pytest.mark.full
 

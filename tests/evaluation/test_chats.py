@@ -14,8 +14,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation import chats
 from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
 from tests.bases import STORIES
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import chat, write_chats
 
 pytestmark = pytest.mark.full
@@ -128,6 +128,39 @@ def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
     score = score_chats(thinking, read_chats([path]), max_answer_tokens=LIMIT)["x"]
     assert (score.exact_match, score.ended) == (0.5, 1)
     assert score.answer_tokens > 2, "thoughts are part of the length"
+
+
+def test_an_answer_as_trained_is_right_where_a_turn_ends_otherwise_than_a_document(
+    answers, tmp_path
+):
+    """As a base of Qwen2.5 is trained: the turn ends with <|im_end|>, the document with another
+    token. Here the model's full stop ends turns."""
+    turn_end = AutoTokenizer.from_pretrained(STORIES).decode([426])
+    library = AutoModelForCausalLM.from_pretrained(STORIES)
+    library.generation_config = GenerationConfig()
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    asked = ASKED[0]
+    ids = tokenizer("<s>" + asked[0][1], return_tensors="pt", add_special_tokens=False).input_ids
+    new = library.generate(ids, do_sample=False, max_new_tokens=60, eos_token_id=2)
+    written = new[0, ids.shape[1] :].tolist()
+    # The token after the first full stop stands for the end of a document.
+    stop = written.index(426)
+    end = next(id_ for id_ in written[stop + 1 :] if id_ not in written[: stop + 1])
+    place = written.index(end)
+    answer = tokenizer.decode(written[:place])
+    assert turn_end in answer
+    said, *_, last = answer.rpartition(turn_end)
+    template = TEMPLATE.replace("</s>", turn_end + last)
+    folder = copied_stories(
+        tmp_path / "turns",
+        tokenizer_config={"chat_template": template},
+        generation_config={"eos_token_id": [end]},
+    )
+    path = write_chats(
+        tmp_path / "x.jsonl", chat(*asked, ("assistant", said)), chat(*asked, ("assistant", "no"))
+    )
+    score = score_chats(folder, read_chats([path]), max_answer_tokens=60)["x"]
+    assert (score.exact_match, score.ended) == (0.5, 1)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from pipeline.model.attention import Documents
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
+from tests.extensions.self_generated.helpers import copied_stories
 from tests.files import change_json
 from tests.programs import scale_cpt
-from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
 from tests.widened import unwidened
@@ -81,8 +81,8 @@ def test_a_document_within_the_context_is_scored_whole():
 
 
 def test_only_the_answer_to_a_prompt_is_scored():
-    prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
-    nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
+    prompt, answer = "Tom had a little dog. The dog", " ran home and was happy."
+    nll, tokens = plain_nll(prompt + answer)
     prompt_nll, prompt_tokens = plain_nll(prompt)
     asked = Document(answer, prompt)
     found = score_folder(STORIES, {"asked": [asked]})["asked"]
@@ -161,10 +161,11 @@ def test_errors_name_what_is_missing(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    options = ["--data", ENGLISH, KOREAN, "--max-bytes", "3000", "--context", "128"]
+    options = ["--data", f"english={ENGLISH}", KOREAN, "--max-bytes", "3000", "--context", "128"]
     done = scale_cpt("evaluate", "--model", STORIES, *options)
     assert done.returncode == 0, done.stderr
     english, korean, note = done.stdout.splitlines()[2:]
+    assert english.split()[0] == "english" and korean.split()[0] == str(KOREAN)
     assert note.startswith("Only a part of") and note.endswith("--max-bytes 0 scores all of it.")
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
 

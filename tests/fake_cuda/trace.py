@@ -57,18 +57,20 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hosted.bases import read_spec
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods.build_model import quantize_base
+from pipeline.methods.registry import method_for
 from pipeline.model import attention
 from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.muon import orthogonalised
 from pipeline.parallel import experts, quantized
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
-from pipeline.training.muon import make_optimizer, orthogonalised
+from pipeline.training.optimizer import make_optimizer
 from tests.bases import CONFIGS
 from tests.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins

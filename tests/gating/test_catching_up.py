@@ -67,9 +67,8 @@ def gated(name: str, bias: float) -> ScaleForCausalLM:
     """A model with random weights, whose gate opens more often with a larger `bias`."""
     model = ScaleForCausalLM(scale_config(sliding_window=6, gate_bias=bias, **MODELS[name])).eval()
     random = torch.Generator().manual_seed(0)
-    for key, parameter in model.named_parameters():
-        if key != "token_gate.std":
-            torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    for parameter in (*model.parameters(), model.token_gate.mean, model.token_gate.weight):
+        torch.nn.init.normal_(parameter, std=0.1, generator=random)
     if model.token_gate.is_open_id is not None:
         model.token_gate.is_open_id[5::40] = True
     if model.own_input is not None:
@@ -88,7 +87,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def always_whole():
-    return patch.object(ScaleForCausalLM, "_may_wait", lambda *_: False)
+    return patch.object(ScaleForCausalLM, "_can_read_again", lambda *_: False)
 
 
 @contextmanager
@@ -226,6 +225,60 @@ def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
     cache = model(tokens[:, :5]).past_key_values
     with pytest.raises(ValueError, match="give the text from its start"):
         model(tokens[:, 5:], past_key_values=cache, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("name", ["preserve", "adapt", "own weights, adapt from 0", "lora from 0"])
+def test_a_cache_that_was_filled_without_gradients_is_continued_with_them(name, bias):
+    """Also where it is of the base alone: then the text is read again with the expansion."""
+    model, (tokens, mask) = gated(name, bias), prompts()
+    whole = model(tokens, attention_mask=mask, use_cache=False).logits
+    read = 6
+    with torch.no_grad():
+        cache = model(tokens[:, :read], attention_mask=mask[:, :read]).past_key_values
+    out = model(tokens[:, read:], attention_mask=mask, past_key_values=cache)
+    assert out.logits.requires_grad
+    assert_near(out.logits, whole[:, read:], PARITY)
+    out.logits.logsumexp(-1).sum().backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert max(float(gradient.abs().max()) for gradient in gradients) > 0
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("name", ["preserve", "adapt", "own weights, adapt from 0", "lora from 0"])
+def test_a_trace_decides_for_each_text_anew(name, with_gradients):
+    """It is made of a text for which the gate stays shut, and read with one for which it opens."""
+    model = gated(name, -1.0)
+    model.config.use_cache = False
+    model.config.return_dict = False
+    shut, opened = (torch.full((1, 9), token) for token in tokens_by_score(model))
+    with torch.set_grad_enabled(with_gradients):
+        traced = torch.jit.trace(model, (shut,), check_trace=False)
+        for tokens in (shut, opened):
+            assert_near(traced(tokens)[0], model(tokens)[0], PARITY)
+
+
+def tokens_by_score(model: ScaleForCausalLM) -> tuple[int, int]:
+    """Two tokens in texts of which alone the gate never opens, and opens most often."""
+    opens: list[torch.Tensor] = []
+    handle = model.token_gate.register_forward_hook(lambda _, __, found: opens.append(found))
+    with torch.no_grad():
+        model(torch.arange(500)[:, None].expand(-1, 9), use_cache=False)
+    handle.remove()
+    count = opens[0].flatten(1).sum(1)
+    assert count.min() == 0 < count.max()
+    return int(count.argmin()), int(count.argmax())
+
+
+def test_weights_of_attention_are_refused_and_not_left_out():
+    model, (tokens, mask) = gated("adapt", -1.0), prompts()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"output_attentions: .* leave it out"):
+        model(tokens, attention_mask=mask, output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match=r"output_attentions: .* leave it out"):
+        model(tokens, attention_mask=mask)
 
 
 @torch.no_grad()

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pipeline.conversion.formats import choose_export
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.gating.folder import GATE_RECORD, open_gate, write_gate
 from pipeline.gating.gate import FittedGate, gate_features
 from pipeline.hf.load import load_hf_model
 from pipeline.scale_math import GATE_DECAY, running_mean
 from tests.conversion.checkpoints import training_decoder
-from tests.conversion.exports import exported
+from tests.conversion.exports import choose_export, exported
 from tests.files import change_json
 from tests.gating.gates import gate_record, random_gate
 from tests.tolerances import assert_near, rounding
@@ -155,7 +154,7 @@ def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
     for name, tensor in gate.tensors.items():
         assert stored[f"token_gate.{name}"].dtype == torch.float32
         assert torch.equal(stored[f"token_gate.{name}"], tensor)
-        assert torch.equal(loaded.token_gate.get_parameter(name), tensor)
+        assert torch.equal(loaded.token_gate.get_buffer(name), tensor)
     table = loaded.token_gate.is_open_id
     assert len(table) == model.base.spec.vocab_size
     assert table.nonzero().flatten().tolist() == [3, 11]

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 
-from pipeline.combination.combine import combine
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.probe_texts import probe_maker
@@ -23,6 +22,7 @@ from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, learn_extensi
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
+from pipeline.extensions.combination.combine import combine
 from pipeline.gating.fit_run import fit_gate
 from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base

@@ -15,7 +15,7 @@ from pipeline.hosted.bases import load_base, open_base
 from pipeline.hosted.decoder import HostedDecoder
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.initial_expansion import initial_hosted_expansion
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.from_hf import is_base
 from pipeline.parallel.sharding import default_dtype

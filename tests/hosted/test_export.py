@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, StaticCache
 from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import Conversion, check_written_dtype, convert
+from pipeline.conversion.convert import check_written_dtype, convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import ConversionError
 from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate

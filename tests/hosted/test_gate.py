@@ -15,7 +15,7 @@ from pipeline.gating.fit_run import fit_gate
 from pipeline.gating.folder import open_gate
 from pipeline.hosted.read_spec import hosted_spec_of
 from pipeline.hosted.unsupported import check_hosted_method
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate

@@ -43,6 +43,15 @@ def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
     torch.testing.assert_close(sum(parts), whole)
 
 
+def test_a_trainer_that_wants_hidden_states_is_told_what_to_take(model):
+    """As TRL's, which take `base_model` and the weight of the head."""
+    tokens = some_tokens(model.config, 2, 12)
+    assert model.get_output_embeddings() is None
+    with pytest.raises(ValueError, match=r"no backbone .*labels=labels") as caught:
+        model.base_model(input_ids=tokens, use_cache=False)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_base_attends_as_was_asked_for(config):
     AttentionInterface.register("of_this_test", sdpa_attention_forward)
     for asked in ("eager", "sdpa", "of_this_test"):

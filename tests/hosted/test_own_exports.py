@@ -13,8 +13,9 @@ from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
 from pipeline.conversion.adapter import load_with_adapter
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.errors import ConversionError
 from pipeline.files.json_files import read_object
 from tests.distributed import run_ranks

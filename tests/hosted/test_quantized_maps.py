@@ -12,7 +12,7 @@ from pipeline.config.run import load_config
 from pipeline.errors import BaseModelError
 from pipeline.hosted.bases import load_base
 from pipeline.hosted.quantized_maps import quantized_share
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.parallel.quantized import quantization_of, rounded
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import CONFIG_MAPPING, LlamaConfig, MoshiForConditionalGeneration
 
 from pipeline.errors import BaseModelError
 from pipeline.hosted import read_spec
+from pipeline.hosted.bases import open_base
+from pipeline.hosted.discovery.twin import twin_config
+from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.read_spec import hosted_spec_of
 
 
@@ -45,3 +49,16 @@ def test_the_rotary_embedding_of_the_added_heads(parameters, theta):
     object.__setattr__(config, "rope_parameters", parameters)
     frequencies = read_spec._rotary(config, 8).frequencies
     assert frequencies == pytest.approx([theta ** (-pair / 4) for pair in range(4)])
+
+
+def test_weights_of_another_class_are_no_damaged_copy(tmp_path):
+    """Moshi's checkpoints hold speech beside its language model: to copy them again is no help."""
+    config = twin_config(CONFIG_MAPPING["moshi"](num_hidden_layers=1, num_codebooks=2))
+    MoshiForConditionalGeneration(config).save_pretrained(tmp_path)
+    base = open_base(tmp_path)
+    assert isinstance(base, HostedFolder)
+    with pytest.raises(BaseModelError, match="expected the weights of MoshiForCausalLM") as refusal:
+        base.whole(torch.float32)
+    message = str(refusal.value)
+    assert "\n" not in message and "copy" not in message
+    assert message.endswith("none of its; use a base of another type")

@@ -12,7 +12,7 @@ from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.bases import open_base
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from tests.distributed import run_ranks

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import orjson
 import pytest
 
-from pipeline.commands.bases import TABLE_BEGINS, TABLE_ENDS
+from pipeline.commands import bases
+from pipeline.commands.bases import TABLE_BEGINS, TABLE_ENDS, TABLE_HEAD, stored_rows
 from pipeline.errors import CONFIG_ERROR
-from pipeline.hosted.survey import TABLE_HEAD, all_types, survey
+from pipeline.hosted.survey import all_types, survey
 from tests.programs import scale_cpt
 
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+PROJECT = Path(__file__).parents[2]
 LLAMA = (
     "| `llama` | native | LlamaForCausalLM | LlamaAttention, LlamaMLP | positions that restart |"
 )
 
 
-def _rows() -> dict[str, str]:
-    """The rows of the page's table by type."""
-    _, _, rest = PAGE.read_text().partition(TABLE_BEGINS)
-    table, _, _ = rest.partition(TABLE_ENDS)
-    head, _, body = table.strip().partition(TABLE_HEAD)
-    assert not head
-    return {row.split("`")[1]: row for row in body.strip().splitlines()}
-
-
 def test_the_page_has_a_row_for_every_type():
-    assert list(_rows()) == all_types()
+    assert list(stored_rows()) == all_types()
 
 
 @pytest.mark.parametrize(
@@ -43,21 +37,37 @@ def test_the_page_has_a_row_for_every_type():
 )
 def test_a_row_of_the_page_is_what_is_found(model_type):
     (found,) = survey([model_type])
-    assert found.row() == _rows()[model_type]
+    assert found.row() == stored_rows()[model_type]
 
 
-def test_the_command_prints_rows_of_types_and_of_folders(tmp_path):
+def test_the_command_prints_the_stored_table_at_once():
+    """Without torch, of which the import alone takes seconds."""
+    program = "from pipeline.cli import main; import sys; sys.argv[1:] = ['bases']\n"
+    program += "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [*TABLE_HEAD.splitlines(), *stored_rows().values()]
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_the_command_looks_types_up_and_tries_folders(tmp_path, monkeypatch):
     config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 97}
     (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+    stored = {"llama": "| `llama` | as stored |"}
+    monkeypatch.setattr(bases, "stored_rows", lambda: stored)
     done = scale_cpt("bases", "llama", tmp_path, "nosuch")
     head, rows = done.stdout[: len(TABLE_HEAD)], done.stdout[len(TABLE_HEAD) :].strip()
     assert head == TABLE_HEAD
     assert rows.splitlines() == [
-        LLAMA,
+        stored["llama"],
         LLAMA,
         "| `nosuch` | refused |  | model_type 'nosuch': transformers has no such type of its own, "
         "and code of a model's folder is not run; use a base of another type |  |",
     ]
+    assert scale_cpt("bases", "--try", "llama").stdout.splitlines()[-1] == LLAMA
+    refused = scale_cpt("bases", "--try")
+    assert refused.returncode == CONFIG_ERROR and "--try: name the types" in refused.stderr
 
 
 def test_the_command_replaces_the_table_of_a_page(tmp_path):

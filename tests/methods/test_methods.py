@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
 from pipeline.errors import ConfigError
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE

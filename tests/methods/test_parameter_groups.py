@@ -97,10 +97,10 @@ def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
             learning_rate_factors={"base": 0.5},
             weight_decay_factors={"*": 2.0, "output": 0.0},
         ),
-        by_muon=["layers.1.ffn.down.base.weight"],
+        optimizers={"layers.1.ffn.down.base.weight": "muon"},
     )
     assert sorted(name for group in groups for name in group.names) == sorted(NAMES)
-    assert groups[0].by_muon and groups[0].names == ("layers.1.ffn.down.base.weight",)
+    assert groups[0].optimizer == "muon" and groups[0].names == ("layers.1.ffn.down.base.weight",)
     assert groups[0].learning_rate_factor == 0.5 and groups[0].weight_decay == 0.2
     decay = {name: group.weight_decay for group in groups for name in group.names}
     assert decay["final_norm.base.weight"] == 0.0 and decay["output.expansion"] == 0.0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.attention import literal_attention
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.model.attention import (
     CausalAttention,
     Documents,

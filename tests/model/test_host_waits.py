@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.batches import MicroBatch

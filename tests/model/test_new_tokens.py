@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pipeline.model.output as output
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder

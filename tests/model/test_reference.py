@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.methods import method_for
+from pipeline.methods.registry import method_for
 from pipeline.model.decoder import REFERENCE
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE

@@ -107,10 +107,10 @@ def real_model(
     spec: DecoderSpec | None = None,
 ) -> nn.Module:
     """The run's model with random values; `spec` is that of its base, where it is read already."""
-    from pipeline import methods
+    from pipeline.methods.build_model import build_model
 
     torch.set_default_dtype(dtype)
-    model = methods.build_model(config, spec or read_spec(config.base), tp)
+    model = build_model(config, spec or read_spec(config.base), tp)
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         quantization = quantization_of(parameter)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config.run import load_config
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops, count_served_flops

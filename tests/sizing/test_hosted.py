@@ -13,7 +13,7 @@ from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import LayoutError
 from pipeline.hosted.bases import read_spec
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cleaning.clean import clean
-from pipeline.cleaning.stages import cleaning_jobs
 from pipeline.config.run import load_config
-from tests.cleaning.test_clean import run_of
+from pipeline.extensions.cleaning.clean import clean
+from pipeline.extensions.cleaning.stages import cleaning_jobs
 from tests.data.helpers import contents, stories
+from tests.extensions.cleaning.test_clean import run_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
 

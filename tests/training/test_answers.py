@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.run import load_config
-from pipeline.data.tokenizer.load import load_tokenizer
 from tests.bases import STORIES
+from tests.data.helpers import pair_ids
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, prepared, tokenize_corpora
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.full
 IGNORED = -100
 # stories260K predicts most of these answers; some are wrong on purpose.
 PAIRS = [
-    (f"Once upon a time, there was a {kind} {name}. The {name} was very", answer)
+    (f"Once upon a time, there was a {kind} {name}. The {name} was very", f" {answer}")
     for kind in ("little", "big")
     for name in ("girl", "boy", "dog", "cat")
     for answer in ("happy.", "sad.", "happy and", "blue")
-] + [("Once upon a", "time, there"), ("Lily and", "Tom")] * 4
+] + [("Once upon a", " time, there"), ("Lily and", " Tom")] * 4
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,9 @@ def by_transformers() -> dict[str, Any]:
     decoding gives it.
     """
     model = AutoModelForCausalLM.from_pretrained(STORIES)
-    encode = load_tokenizer(STORIES).reference.encode
     rows = []
     for prompt, answer in PAIRS:
-        asked, answered = [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
+        asked, answered = pair_ids(prompt, answer)
         logits = model(torch.tensor([asked + answered])).logits[0, len(asked) - 1 : -1]
         targets = torch.tensor(answered)
         nll = F.cross_entropy(logits, targets, reduction="none").double()

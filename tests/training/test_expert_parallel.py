@@ -17,7 +17,7 @@ from pipeline.evaluation.training_tasks import WrittenQuestion
 from pipeline.observers.tasks import TaskScores
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.self_generated.helpers import random_base
+from tests.extensions.self_generated.helpers import random_base
 from tests.training.journeys import METHODS
 from tests.training.runs import (
     in_turn,

@@ -28,14 +28,14 @@ import pytest
 import torch
 import yaml
 
-from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import check_stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.convert import convert
 from pipeline.conversion.probe_texts import probe_maker
+from pipeline.conversion.request import Conversion
 from pipeline.conversion.scale_export import scale_export
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.documents import texts
@@ -46,7 +46,8 @@ from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, Data
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
-from pipeline.methods import method_for
+from pipeline.methods.build_model import build_model
+from pipeline.methods.registry import method_for, training_method
 from pipeline.methods.scale import made_expansion, upscale
 from pipeline.methods.vocabulary import with_new_tokens
 from pipeline.model.decoder import Decoder, is_layer_matrix
@@ -540,7 +541,7 @@ def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Dec
     settings = load_config(config)
     base = with_new_tokens(settings, open_base(STORIES))
     with torch.device(device):
-        model = methods.build_model(settings, base.spec, tp)
+        model = build_model(settings, base.spec, tp)
     if device != "meta":
-        methods.training_method(settings).load(model, base, tp)
+        training_method(settings).load(model, base, tp)
     return model

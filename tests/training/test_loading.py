@@ -78,16 +78,16 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     largest shard of a tensor; all in bytes."""
     start_deepspeed()
     from pipeline.checks.inputs import RunInputs
-    from pipeline.training import trainer
+    from pipeline.training import base_copies, trainer
 
     config = load_config(path)
     inputs = RunInputs(config, dist.get_world_size())
     layout = inputs.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
-    trainer.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
+    base_copies.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     base = inputs.base
-    trainer.hash_base(inputs)
+    base_copies.hash_base(inputs)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -112,17 +112,17 @@ def devices(config):
     host's.
     """
     start_deepspeed()
-    from pipeline import methods
     from pipeline.checks.checklist import check_stage
+    from pipeline.methods.registry import training_method
     from pipeline.parallel.topology import ProcessGroups
-    from pipeline.training.engine import build_model
+    from pipeline.training.engine import build_on_device
 
     inputs = check_stage(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
-    model = build_model(
+    model = build_on_device(
         inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta")
     )
-    methods.training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
+    training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
     return {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
 

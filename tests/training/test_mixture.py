@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import RESUME_LATER
 from tests.distributed import run_ranks
-from tests.self_generated.helpers import random_base
+from tests.extensions.self_generated.helpers import random_base
 from tests.training.journeys import METHODS, TRAINS_BASE
 from tests.training.runs import (
     in_turn,

@@ -21,12 +21,13 @@ from pipeline.config.method import Lora, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import tokens_after, training_stages
 from pipeline.config.stages import proportions
-from pipeline.conversion.formats import describe_formats, unsupported_reason
+from pipeline.conversion.formats import describe_formats, unsupported_reasons
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
+from pipeline.hosted.kernels import describe_missing_kernels
 from pipeline.hosted.quantized_maps import quantized_share
 from pipeline.hosted.spec import HostedSpec
-from pipeline.methods import build_model
+from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import named_trained_parameters
@@ -50,8 +51,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     faults = faults_of(inputs)
     spec = inputs.get_or_none("fitting_spec")
     deepspeed = inputs.get_or_none("deepspeed_config")
-    processes = "CPU processes" if cluster.on_cpu else "GPUs"
-    ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
+    ranks = f"{cluster.gpus} {cluster.processes} on {cluster.nodes} node(s)"
     rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
     estimator: Estimator | None = None
     estimate: Estimate | None = None
@@ -91,7 +91,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         figures["groups"] = [asdict(row) for row in groups]
     if config.stages:
         rows += _training_stage_rows(inputs)
-    rows += _step_rows(inputs, estimator, estimate, cluster)
+    rows += _step_rows(inputs, estimator, estimate)
     rows += corpus_rows(inputs)
     rows += tokenizer_rows(inputs)
     rows += _own_weight_rows(config, spec)
@@ -100,7 +100,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         expansion = None
         if isinstance(config.method, (ScaleMethod, Lora)):
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
-        refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+        refused = unsupported_reasons(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
         figures["formats"] = refused
         rows.append(("serving", describe_serving(config.gate, expansion, spec, refused)))
@@ -172,6 +172,9 @@ def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Ro
 def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
     """The structure of a hosted base, and the memory that its loading takes."""
     yield "base", spec.describe()
+    slow = describe_missing_kernels(spec)
+    if slow is not None:
+        yield "kernels", slow
     precision = estimator.config.base_precision
     if precision != "bf16":
         yield (
@@ -197,7 +200,7 @@ def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) 
     kinds: list[str] = []
     for kind, count in asdict(estimate.memory).items():
         kinds.append(f"{kind} {count / GIB:.2f}")
-    yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {', '.join(kinds)}"
+    yield "memory a rank", f"{needed:.2f} of {usable:.3g} usable GiB: {', '.join(kinds)}"
     if estimate.fits(cluster) and not estimate.is_safe(cluster):
         error = f"the estimate may be wrong by {MEMORY_ERROR:.0%}"
         yield "memory a rank", f"tight: {error}; see scale-cpt estimate"
@@ -206,7 +209,7 @@ def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) 
     if not estimate.fits(cluster):
         faults.append(
             LayoutError(
-                f"memory: a rank needs {needed:.1f} GiB of the usable {usable:.0f}; "
+                f"memory: a rank needs {needed:.1f} GiB of the usable {usable:.3g}; "
                 "scale-cpt estimate recommends a layout that fits"
             )
         )
@@ -246,7 +249,7 @@ def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
 
 
 def _step_rows(
-    inputs: RunInputs, estimator: Estimator | None, estimate: Estimate | None, cluster: Cluster
+    inputs: RunInputs, estimator: Estimator | None, estimate: Estimate | None
 ) -> Iterator[Row]:
     """The batch, the number of steps, and how long they take."""
     config = inputs.config
@@ -264,13 +267,17 @@ def _step_rows(
         text += f", in stage {stage.name}"
     yield "batch", text
     yield "steps", f"{steps:,}, {tokens_after(stages, steps):,} tokens in all"
-    if cluster.on_cpu:
-        yield "duration", "unknown on CPUs; scale-cpt status measures the first steps"
-    elif estimate is not None and estimator is not None:
-        duration = timedelta(seconds=round(estimator.run_seconds(estimate.choice)))
-        speed = f"ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"
+    if estimator is None:
+        return
+    text = f"for {steps:,} steps, without validations and saves; speed of a rank: {estimator.speed}"
+    if estimate is not None:
+        yield "duration", f"{_rounded(estimator.run_seconds(estimate.choice))} {text}"
+    elif layout is not None:
         yield (
             "duration",
-            f"{duration} for {steps:,} steps, without validations and saves "
-            f"(estimated for {speed}; see --peak-tflops, --mfu)",
+            f"about {_rounded(estimator.rough_seconds())}, by 6 FLOPs for each parameter, {text}",
         )
+
+
+def _rounded(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from pipeline.config.gate import GateSettings
 from pipeline.conversion.formats import auto_format
-from pipeline.hf import Exported
 from pipeline.model.merged_model import describe_splitting
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
@@ -22,7 +21,7 @@ def describe_serving(
     gate: GateSettings | None,
     expansion: ExpansionPlan | None,
     spec: DecoderSpec,
-    refused: Mapping[Exported, str | None],
+    refused: Mapping[str, str | None],
 ) -> str:
     """What runs the export of a run: for a merged one, whether _SERVED_TP GPUs can serve it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from pipeline.checks.preflight.allocation import Allocation
 from pipeline.checks.preflight.findings import Fault, Finding
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION
+from pipeline.sizing.host_memory import available_memory
 from pipeline.sizing.meta_device import NotTracedError
 
 
@@ -48,7 +48,7 @@ def check_memory(allocation: Allocation) -> Finding:
             # The driver's figures include the memory of other processes; torch's own do not.
             free, total = torch.cuda.mem_get_info(allocation.device)
         # All ranks of a node share its memory, and measure it at the same time.
-        host = int(host_memory() * USABLE_FRACTION) // allocation.ranks_on_node
+        host = int(available_memory() * USABLE_FRACTION) // allocation.ranks_on_node
         return AvailableMemory(int(free), int(total * USABLE_FRACTION), host)
 
     bytes_of_rank = broadcast_from_rank0(needed)
@@ -97,29 +97,6 @@ def judge_memory(
     if host_bytes:
         measured.append(f"{_gib(host_bytes)} of {_gib(host)} GiB of host memory")
     return Finding(f"a rank needs {' and '.join(measured)}", faults)
-
-
-def host_memory() -> int:
-    """The bytes that this node's processes may still take.
-
-    Linux's MemAvailable, or less where a limit of the job's control groups (v2) is lower.
-    """
-    bounds: list[int] = []
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        fields = line.split()
-        if fields[0] == "MemAvailable:":
-            bounds.append(int(fields[1]) * 1024)
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("0::"):
-            continue  # A hierarchy of version 1.
-        group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-        # A limit of any group above counts too: Slurm sets one for the job and one for the step.
-        for folder in (group, *group.parents):
-            file = folder / "memory.max"
-            limit = file.read_text(encoding="ascii").strip() if file.is_file() else "max"
-            if limit != "max":
-                bounds.append(int(limit))
-    return min(bounds)
 
 
 def _gib(count: int) -> str:

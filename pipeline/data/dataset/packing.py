@@ -57,7 +57,7 @@ class PackedCorpus:
         begins_with_end: bool = False,
     ) -> None:
         self.source = source
-        self._sequence_length = sequence_length
+        self.sequence_length = sequence_length
         self._padding = padding
         self._document_mask = document_mask
         self._begins_with_end = begins_with_end
@@ -77,7 +77,7 @@ class PackedCorpus:
         stop = self.source.tokens
         if index + 1 < len(self):
             stop = int(self._cuts[index + 1])
-        if stop - start == self._sequence_length and not self._overlap:
+        if stop - start == self.sequence_length and not self._overlap:
             # The target of the last token that is read.
             stop = min(stop + 1, self.source.tokens)
         starts = np.zeros(0, dtype=np.int64)
@@ -88,7 +88,7 @@ class PackedCorpus:
         return pack(
             self.source.read(start, stop),
             starts,
-            self._sequence_length,
+            self.sequence_length,
             padding=self._padding,
             prompts=self.source.prompt_mask(start, stop),
             begins_with_end=self._begins_with_end,

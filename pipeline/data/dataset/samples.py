@@ -7,7 +7,7 @@ each has a blend and an index of its own, and goes on in each corpus where the o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from pipeline.data.dataset.blend import (
     mix,
     tempered,
 )
-from pipeline.data.dataset.packing import PackedCorpus, Sample
+from pipeline.data.dataset.packing import IGNORED, PackedCorpus, Sample
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.errors import DataError
 
@@ -324,6 +324,52 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
             packed=_packed(corpus, data),
         )
     return parts
+
+
+def check_predicts(
+    stages: Iterable[StageSamples], heldout: Mapping[str, HeldoutSamples], max_sequences: int
+) -> None:
+    """Checks that each corpus trains something, and that each held-out part has a score.
+
+    Sequences predict nothing where prompts fill them, or documents of one token.
+
+    Args:
+        stages: what trains.
+        heldout: the held-out parts.
+        max_sequences: how many sequences of each part are scored, its first ones.
+
+    Raises:
+        DataError: none of the sequences that are read of a corpus predicts a token.
+    """
+    for stage in stages:
+        for name, packed in stage.samples.corpora.items():
+            if not _any_predicts(packed, len(packed)):
+                raise DataError(
+                    f"{packed.source.folder}: no sequence of data.corpora.{name} predicts a token: "
+                    f"expected texts to learn, found {_what_fills(packed)}; name other texts, or "
+                    "remove the corpus"
+                )
+    for name, part in heldout.items():
+        count = min(max_sequences, len(part))
+        if not _any_predicts(part, count):
+            raise DataError(
+                f"{part.packed.source.folder}: the held-out part of data.corpora.{name} predicts "
+                f"no token in the sequences that are scored ({count} of {len(part)}): expected "
+                f"texts to score, found {_what_fills(part.packed)}; raise data.sequence_length or "
+                "validation.max_sequences, or hold other texts out"
+            )
+
+
+def _any_predicts(samples: PackedCorpus | HeldoutSamples, count: int) -> bool:
+    """Whether one of the first `count` samples predicts a token; usually the first one does."""
+    return any((samples[index].targets != IGNORED).any() for index in range(count))
+
+
+def _what_fills(packed: PackedCorpus) -> str:
+    """What sequences hold that predict nothing."""
+    if packed.source.manifest.prompt_key is None:
+        return "documents of one token"
+    return f"prompts that fill all {packed.sequence_length} tokens (data.sequence_length)"
 
 
 def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> PackedCorpus:

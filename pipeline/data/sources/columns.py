@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline import log
 from pipeline.data.sources.object_stores import InputPath, RemoteFile
 from pipeline.data.sources.records import (
+    ChatFormat,
     Keys,
     Record,
     missing_column,
@@ -22,6 +24,7 @@ from pipeline.data.sources.records import (
 )
 from pipeline.errors import DataError, faults_of_library
 
+_logger = log.get_logger(__name__)
 _ARROW_FILE = b"ARROW1"
 # Few rows at a time: the memory needed is that of the longest documents in one batch.
 _ROWS = 256
@@ -40,7 +43,11 @@ def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[i
         DataError: the file is damaged, or lacks a column of `keys`.
     """
     with _faults(path, "Parquet"):
-        file = _parquet(path, keys)
+        file = _parquet(path)
+        if _has_no_values(file, keys):
+            _say_empty(path, keys)
+            return []
+        _check_columns(path, file.schema_arrow, keys)
         leaves = _leaves_of(file, keys)
         sizes: list[int] = []
         for number in range(file.num_row_groups):
@@ -53,6 +60,44 @@ def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[i
     return _ranges(sizes, unit_bytes)
 
 
+def _has_no_values(file: Any, keys: Keys) -> bool:
+    """Whether a table has no rows, or nothing but nulls in the column of its texts.
+
+    Such shards come of a split by language or by date. pandas gives such a column any type.
+    """
+    found = _type_at(file.schema_arrow, keys.text)
+    if file.metadata.num_rows == 0 or (found is not None and pa.types.is_null(found)):
+        return True
+    leaves = [number for number in range(len(file.schema)) if _is_below(file, number, keys.text)]
+    if len(leaves) != 1:
+        # There is no such column, or it holds chats.
+        return False
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        statistics = group.column(leaves[0]).statistics
+        is_known = statistics is not None and statistics.has_null_count
+        if group.num_rows and not (is_known and statistics.null_count == group.num_rows):
+            return False
+    return True
+
+
+def _is_below(file: Any, leaf: int, key: str) -> bool:
+    """Whether a leaf column is the column of a key, or part of it."""
+    # The dot keeps `text` apart from `text_2`.
+    return f"{file.schema.column(leaf).path}.".startswith(f"{key}.")
+
+
+def _is_null(batch: Any, key: str) -> bool:
+    """Whether a batch has nothing but nulls under a key."""
+    if _type_at(batch.schema, key) is None:
+        return False
+    return bool(_column(batch, key).null_count == batch.num_rows)
+
+
+def _say_empty(path: InputPath, keys: Keys) -> None:
+    _logger.warning("%s: has no text under %s: it gives no document", path, keys.text)
+
+
 def _leaves_of(file: Any, keys: Keys) -> list[int]:
     """The numbers of the leaf columns that hold what `keys` name.
 
@@ -60,9 +105,7 @@ def _leaves_of(file: Any, keys: Keys) -> list[int]:
     """
     leaves: list[int] = []
     for number in range(len(file.schema)):
-        leaf = file.schema.column(number).path
-        # The dot keeps `text` apart from `text_2`.
-        if any(f"{leaf}.".startswith(f"{key}.") for key in keys.all):
+        if any(_is_below(file, number, key) for key in keys.all):
             leaves.append(number)
     return leaves
 
@@ -70,9 +113,18 @@ def _leaves_of(file: Any, keys: Keys) -> list[int]:
 def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Splits a file of record batches, as `datasets` saves them. Like `parquet_ranges`."""
     sizes: list[int] = []
+    values = 0
     with _faults(path, "Arrow"):
-        for batch in _arrow_batches(path, keys):
+        for batch in _arrow_batches(path):
+            if not batch.num_rows or _is_null(batch, keys.text):
+                sizes.append(0)
+                continue
+            _check_columns(path, batch.schema, keys)
             sizes.append(sum(_column(batch, key).nbytes for key in keys.all))
+            values += batch.num_rows
+    if not values:
+        _say_empty(path, keys)
+        return []
     return _ranges(sizes, unit_bytes)
 
 
@@ -97,9 +149,11 @@ def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Itera
         DataError: where the file is damaged, or lacks a column of `keys`.
     """
     with _faults(path, "Parquet"):
-        file = _parquet(path, keys)
+        file = _parquet(path)
+        _check_columns(path, file.schema_arrow, keys)
         first = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        names = [*{*keys.all}]  # of a chat both keys are one
+        # Of a chat both keys are one.
+        names = [*{*keys.all}, *_columns_beside_chat(file.schema_arrow, keys)]
         groups = range(start, stop)
         # Without threads: each worker process has one core.
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False):
@@ -111,7 +165,7 @@ def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterato
     """The records of a range of record batches. Like `parquet_records`."""
     first = 0
     with _faults(path, "Arrow"):
-        for number, batch in enumerate(islice(_arrow_batches(path, keys), stop)):
+        for number, batch in enumerate(islice(_arrow_batches(path), stop)):
             # Batches before the range are only counted: a stream has no index of its batches.
             if number >= start:
                 for row in range(0, batch.num_rows, _ROWS):
@@ -121,12 +175,29 @@ def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterato
 
 def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:
     """The records of some rows, the first of which is number `first`."""
+    if keys.chat is not None:
+        yield from _chat_records(batch, first, keys, keys.chat)
+        return
     columns = [_values(_column(batch, key)) for key in keys.all]
     for row, values in enumerate(zip(*columns, strict=True), first):
-        if keys.chat is None:
-            yield record_of(row, *values)
-        else:
-            yield from keys.chat.records(row, values[0])
+        yield record_of(row, *values)
+
+
+def _chat_records(batch: Any, first: int, keys: Keys, chat: ChatFormat) -> Iterator[Record]:
+    """The records of some rows that hold chats."""
+    chats = _values(_column(batch, keys.text))
+    beside: dict[str, list[Any]] = {}
+    for key in _columns_beside_chat(batch.schema, keys):
+        beside[key.rpartition(".")[2]] = _values(_column(batch, key))
+    for row, messages in enumerate(chats):
+        # A table has a column for all rows, and null where a row has no value.
+        of_row = {name: values[row] for name, values in beside.items() if values[row] is not None}
+        yield from chat.records(first + row, messages, of_row)
+
+
+def _columns_beside_chat(schema: Any, keys: Keys) -> list[str]:
+    """The columns of a table that are read beside that of its chats."""
+    return [key for key in keys.beside_chat if _type_at(schema, key) is not None]
 
 
 def _faults(path: InputPath, kind: str) -> AbstractContextManager[None]:
@@ -136,20 +207,15 @@ def _faults(path: InputPath, kind: str) -> AbstractContextManager[None]:
     )
 
 
-def _parquet(path: InputPath, keys: Keys) -> Any:  # pyarrow has no type hints
+def _parquet(path: InputPath) -> Any:  # pyarrow has no type hints
     if isinstance(path, RemoteFile):
         # The parts of a group of rows are fetched together, because each request takes long.
         opened = path.open()
-        file = pq.ParquetFile(opened, pre_buffer=True, page_checksum_verification=True)
-    else:
-        file = pq.ParquetFile(
-            path, memory_map=True, pre_buffer=False, page_checksum_verification=True
-        )
-    _check_columns(path, file.schema_arrow, keys)
-    return file
+        return pq.ParquetFile(opened, pre_buffer=True, page_checksum_verification=True)
+    return pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
 
 
-def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
+def _arrow_batches(path: InputPath) -> Iterator[Any]:
     """The record batches of a file in Arrow's format for files, or for streams, which `datasets`
     writes."""
     if isinstance(path, RemoteFile):
@@ -158,13 +224,10 @@ def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
         source = pa.memory_map(str(path))
     if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
         file = pa.ipc.open_file(source)
-        _check_columns(path, file.schema, keys)
         yield from map(file.get_batch, range(file.num_record_batches))
         return
     source.seek(0)
-    stream = pa.ipc.open_stream(source)
-    _check_columns(path, stream.schema, keys)
-    yield from stream
+    yield from pa.ipc.open_stream(source)
 
 
 def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:

@@ -21,6 +21,7 @@ from pipeline.data.sources.records import (
     Reason,
     Record,
     Rejected,
+    beside_chat,
     record_of,
     value_at,
 )
@@ -110,7 +111,7 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
             yield Rejected(offset, cast("Reason", reason), shown[:EXCERPT_BYTES])
             return
     if keys.chat is not None:
-        yield from keys.chat.records(offset, found[0])
+        yield from keys.chat.records(offset, found[0], beside_chat(value, keys))
     else:
         yield record_of(offset, *found)
 

@@ -43,6 +43,8 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 # How the stores call what changes with the content of a file.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "sha256")
+# How they call when it was last written.
+_TIMES = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime")
 _ADVICE = "check its name, the network, and the credentials in the environment"
 
 
@@ -95,24 +97,50 @@ class RemoteFile:
             )
         return _Reading(raw, self.url)  # type: ignore[return-value]  # it has what readers need
 
+    def now(self) -> RemoteFile:
+        """The same file, of which nothing is known yet: its store is asked again."""
+        # Packages of stores keep what they have listed.
+        _system_of(self.url).invalidate_cache()
+        return RemoteFile(self.url)
+
+    def version(self) -> str:
+        """What the store says of the file, and what is another after it is overwritten.
+
+        That is its tag, or else its size and when it was written; of a store that says neither, as
+        `identity`.
+        """
+        for name in _TIMES:
+            if self._tag() is None and self._info.get(name):
+                return f"{self._info['size']}:{self._info[name]}"
+        return self.identity()
+
     def identity(self) -> str:
         """What stands for a hash of the file: the tag that its store keeps of its content.
 
         Of a store that keeps none, a hash of the size and of some blocks.
         """
-        for name in _TAGS:
-            if self._info.get(name):
-                tag = str(self._info[name])
-                # Some stores give the quotation marks of the HTTP header, others do not.
-                return f"etag:{tag.strip(chr(34))}"
+        tag = self._tag()
+        if tag is not None:
+            return f"etag:{tag}"
         size = int(self._info["size"])
         last = max(0, size - _SAMPLE_BYTES)
         digest = hashlib.sha256(str(size).encode())
-        with self.open() as file:
-            for number in range(_SAMPLES):
-                file.seek(last * number // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        system = _system_of(self.url)
+        for number in range(_SAMPLES):
+            start = last * number // (_SAMPLES - 1)
+            stop = min(size, start + _SAMPLE_BYTES)
+            with _faults(self.url):
+                # Not through an open file, which would fetch a block of megabytes each time.
+                digest.update(system.cat_file(self.url, start=start, end=stop))
         return f"sampled:{digest.hexdigest()}"
+
+    def _tag(self) -> str | None:
+        """What the store says of the content; None where it keeps no such tag."""
+        for name in _TAGS:
+            if self._info.get(name):
+                # Some stores give the quotation marks of the HTTP header, others do not.
+                return str(self._info[name]).strip('"')
+        return None
 
     @cached_property
     def _info(self) -> Mapping[str, Any]:

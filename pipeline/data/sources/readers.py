@@ -53,7 +53,7 @@ def _line_records(stream: Stream, start: int, stop: int, keys: Keys, kind: str) 
         # A file that others were appended to has a byte-order mark in its middle, too.
         content = line.content.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r")
         if line.size > MAX_RECORD_BYTES:
-            yield Rejected(line.offset, "too_large", content[:EXCERPT_BYTES])
+            yield Rejected(line.offset, "too_large", content[:EXCERPT_BYTES], size=line.size)
             continue
         if not content or content.isspace():
             continue
@@ -64,10 +64,18 @@ def _line_records(stream: Stream, start: int, stop: int, keys: Keys, kind: str) 
         if document is not None:
             yield document
         else:
-            yield from json_records(line.offset, content, keys)
+            yield from _with_size(json_records(line.offset, content, keys), line.size)
     if not stream.read_at(stop, 1) and stream.fault:
         if incomplete is None:
             yield Rejected(stop, stream.fault, b"")
         else:
             excerpt = incomplete.content[:EXCERPT_BYTES]
-            yield Rejected(incomplete.offset, stream.fault, excerpt)
+            yield Rejected(incomplete.offset, stream.fault, excerpt, size=incomplete.size)
+
+
+def _with_size(records: Iterator[Record], size: int) -> Iterator[Record]:
+    """The records of a line, of which rejected ones have its size where they know no better."""
+    for record in records:
+        if isinstance(record, Rejected) and record.size is None:
+            record = record._replace(size=size)
+        yield record

@@ -36,8 +36,16 @@ class ChatFormat(Protocol):
     def fingerprint(self) -> str:
         """A hash of all that decides how a chat is rendered."""
 
-    def records(self, offset: int, found: object) -> Iterator[Record]:
-        """The documents of the list of messages `found`, or why there is none."""
+    def say_start(self) -> None:
+        """Says in the log where chats begin otherwise than the tokenizer's other texts."""
+
+    def records(
+        self, offset: int, found: object, beside: Mapping[str, object] = {}
+    ) -> Iterator[Record]:
+        """The documents of the list of messages `found`, or why there is none.
+
+        `beside`: what the record has under `Keys.beside_chat`, by the last part of its key.
+        """
 
 
 class Keys(NamedTuple):
@@ -68,6 +76,21 @@ class Keys(NamedTuple):
             return [self.text]
         return [self.text, self.prompt]
 
+    @property
+    def beside_chat(self) -> list[str]:
+        """The keys that a record may have beside those of its chat.
+
+        They are `tools`, which the template may describe, and of TRL's records of `prompt` and
+        `completion` the latter.
+        """
+        if self.chat is None:
+            return []
+        parent, dot, name = self.text.rpartition(".")
+        names = ["tools"]
+        if name == "prompt":
+            names.append("completion")
+        return [f"{parent}{dot}{beside}" for beside in names]
+
 
 class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer.
@@ -75,7 +98,8 @@ class Document(NamedTuple):
     `group`: documents of one are held out together, as the answers of a chat are; by default each
     is alone. `ids`: of the text, where another program has tokenized it. `has_control`: special
     tokens in the text are these tokens, as the template of a chat writes them. `utf8`: the text as
-    UTF-8, where its reader has made that already.
+    UTF-8, where its reader has made that already. `start`: what a chat begins with before its
+    prompt, such as `<s>`, or nothing; None: what the tokenizer puts before every document.
     """
 
     text: str
@@ -84,6 +108,7 @@ class Document(NamedTuple):
     ids: list[int] | None = None
     has_control: bool = False
     utf8: bytes | None = None
+    start: str | None = None
 
     @property
     def whole_text(self) -> str:
@@ -112,13 +137,20 @@ class Document(NamedTuple):
 class Rejected(NamedTuple):
     """A record that is left out. `offset` is its first byte in the (decompressed) file, or its row.
 
-    `detail`: what a library, or the check of a message, says about it; often empty.
+    `detail`: what a library, or the check of a message, says about it; often empty. `size`: the
+    bytes of text that are lost with it; None where its reader does not know.
     """
 
     offset: int
     reason: Reason
     excerpt: bytes
     detail: str = ""
+    size: int | None = None
+
+    @property
+    def lost_bytes(self) -> int:
+        """The bytes of text that are lost, at least those that are shown."""
+        return len(self.excerpt) if self.size is None else self.size
 
     def __str__(self) -> str:
         shown = f"{self.reason} {self.excerpt.decode(errors='backslashreplace')!r}"
@@ -139,29 +171,33 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
         try:
             text = utf8.decode()
         except UnicodeDecodeError:
-            return Rejected(offset, "invalid_utf8", utf8[:EXCERPT_BYTES])
+            return Rejected(offset, "invalid_utf8", utf8[:EXCERPT_BYTES], size=len(utf8))
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
-        return Rejected(offset, "text_not_string", _excerpt(shown))
+        advice = ""
+        if isinstance(text, list) and text and isinstance(text[0], dict):
+            advice = "a list of objects; messages of a chat are named as messages_key"
+        return Rejected(offset, "text_not_string", _excerpt(shown), advice)
     if not text or text.isspace():
-        return Rejected(offset, "empty_text", _excerpt(text))
+        # White space is no loss.
+        return Rejected(offset, "empty_text", _excerpt(text), size=0)
     if "\0" in text:
-        return Rejected(offset, "nul_character", _excerpt(text))
+        return Rejected(offset, "nul_character", _excerpt(text), size=len(text))
     if utf8 is None:
         try:
             utf8 = text.encode()
         except UnicodeEncodeError as error:
             # Half a pair of JSON's escapes, such as \\ud83d alone, is no character.
-            return Rejected(offset, "lone_surrogate", _excerpt(text), str(error))
+            return Rejected(offset, "lone_surrogate", _excerpt(text), str(error), len(text))
     if len(utf8) > MAX_RECORD_BYTES:
-        return Rejected(offset, "too_large", _excerpt(text))
+        return Rejected(offset, "too_large", _excerpt(text), size=len(utf8))
     if not prompt:
         return Document(text, utf8=utf8)
     before = record_of(offset, *prompt)
     if isinstance(before, Rejected):
         detail = f"{before.reason} {before.detail}".strip()
-        return before._replace(reason="prompt_not_usable", detail=detail)
+        return before._replace(reason="prompt_not_usable", detail=detail, size=len(utf8))
     return Document(text, before.text, utf8=utf8)
 
 
@@ -191,6 +227,19 @@ def value_at(record: Mapping[str, object], key: str) -> object:
         if not isinstance(found, Mapping):
             raise KeyError(key)
         found = found[name]
+    return found
+
+
+def beside_chat(record: Mapping[str, object], keys: Keys) -> dict[str, object]:
+    """What a record has beside the messages of its chat, by the last part of its key."""
+    found: dict[str, object] = {}
+    for key in keys.beside_chat:
+        try:
+            value = value_at(record, key)
+        except KeyError:
+            continue
+        if value is not None:
+            found[key.rpartition(".")[2]] = value
     return found
 
 

@@ -112,7 +112,7 @@ def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], compared: _Compar
     if same.any():
         first = int(np.flatnonzero(same)[0])
         tokenizer = cached_tokenizer(job.tokenizer, job.end_of_document)
-        ids = Shard(shard).document(first)[len(tokenizer.document_start) :]
+        ids = tokenizer.without_frame(Shard(shard).document(first))
         text = tokenizer.decode(ids[:60])
         folder = _folder_of(job, first, shard, heldout)
         raise DataError(
@@ -156,12 +156,10 @@ def _hashes_of_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:
     """The hashes of the letters of a shard's documents, decoded."""
     opened = Shard(shard)
     tokenizer = cached_tokenizer(job.tokenizer, job.end_of_document)
-    start = len(tokenizer.document_start)
-    end = len(tokenizer.document_end)
     found = []
     for number in range(opened.documents):
-        ids = opened.document(number)
-        found.append(hash_of_letters(tokenizer.decode(ids[start : len(ids) - end])))
+        ids = tokenizer.without_frame(opened.document(number))
+        found.append(hash_of_letters(tokenizer.decode(ids)))
     return np.frombuffer(b"".join(found), np.uint64)
 
 

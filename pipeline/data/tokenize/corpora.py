@@ -11,7 +11,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from pipeline.config.data import CHAT_DATE, Corpus, Data
+from pipeline.config.data import CHAT_DATE, ChatStart, Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.sources.records import Document, HeldoutBy, Keys
@@ -41,11 +41,13 @@ class Job:
     """
     chat_date: date = CHAT_DATE
     """what a chat template is told is today"""
+    chat_start: ChatStart = "template"
+    """what a chat begins with"""
 
     @property
     def keys(self) -> Keys:
         """Where documents are in the inputs."""
-        return keys_of(self.corpus, self.tokenizer, self.chat_date)
+        return keys_of(self.corpus, self.tokenizer, self.chat_date, self.chat_start)
 
     @property
     def part(self) -> str:
@@ -53,10 +55,10 @@ class Job:
         return "heldout" if self.output.name.endswith(".heldout") else "train"
 
 
-def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
+def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date, chat_start: ChatStart) -> Keys:
     """Where documents are in the inputs of a corpus.
 
-    `chat_date` is what a chat template is told is today.
+    `chat_date` is what a chat template is told is today, `chat_start` what a chat begins with.
 
     Raises:
         DataError: a corpus of chats has a tokenizer without a chat template.
@@ -66,7 +68,9 @@ def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
     if key is None:
         return keys._replace(prompt=corpus.prompt_key)
     keeps_control = corpus.special_tokens == "control"
-    template = chat_template(tokenizer, today=chat_date, keeps_control=keeps_control)
+    template = chat_template(
+        tokenizer, today=chat_date, keeps_control=keeps_control, start=chat_start
+    )
     return keys._replace(text=key, prompt=key, chat=template)
 
 
@@ -188,7 +192,7 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     """
     named = {name: corpus for name, corpus in data.corpora.items() if corpus.sample is None}
     train = tuple(train_folder(data, name) for name in named)
-    job_of = partial(Job, tokenizer=tokenizer, chat_date=data.chat_date)
+    job_of = partial(Job, tokenizer=tokenizer, chat_date=data.chat_date, chat_start=data.chat_start)
     for name, corpus in named.items():
         if corpus.heldout_input:
             apart = () if _is_to_be_memorised(corpus) else train
@@ -251,7 +255,7 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
 
 
 def _heldout_documents(config: RunConfig, name: str, corpus: Corpus) -> Iterator[Document]:
-    keys = keys_of(corpus, config.tokenizer, config.data.chat_date)
+    keys = keys_of(corpus, config.tokenizer, config.data.chat_date, config.data.chat_start)
     fraction = corpus.heldout_fraction
     by = _held_out_by(heldout_folder(config.data, name))
     for document in good_documents(corpus.input, keys):

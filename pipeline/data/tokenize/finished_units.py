@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import orjson
 
 from pipeline.data.corpus.manifest import Counts
 from pipeline.data.sources.object_stores import input_path
+from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.sources.streams import encoding_advice
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.unit_records import QUARANTINE, UnitRecord, quarantine_of
@@ -28,6 +29,8 @@ class FinishedUnits:
         self.rejected: Counter[str] = Counter()
         self.total = 0
         """how many records were read, rejected ones included"""
+        self.rejected_bytes = 0
+        """bytes of text in rejected records"""
         self._counts = Counts()
         self._job = job
         self._state = state
@@ -37,21 +40,33 @@ class FinishedUnits:
         self.records[name] = record
         self.rejected.update(record.rejected)
         self.total += sum(record.rejected.values())
+        self.rejected_bytes += record.rejected_bytes
         for part in (record.train, record.heldout):
             self.total += part.documents
+            self._counts.bytes += part.bytes
             self._counts.tokens += part.tokens
             self._counts.characters += part.characters
             self._counts.unknown_tokens += part.unknown_tokens
             self._counts.lost_characters += part.lost_characters
 
     def check(self) -> None:
-        """Compares the fractions of rejected records and of unknown text with what is allowed.
+        """Compares the fractions of rejected records, by their number and by their bytes, and of
+        unknown text with what is allowed.
 
         Raises:
             DataError: one of them is larger.
         """
         if self.rejected.total() > self._max_bad_fraction * self.total:
-            raise self._too_many_rejected()
+            raise self._too_many_rejected(
+                f"{self.rejected.total()} of {self.total} records are bad"
+            )
+        size = self.rejected_bytes + self._counts.bytes
+        if self.rejected_bytes > self._max_bad_fraction * size:
+            share = self.rejected_bytes / size
+            raise self._too_many_rejected(
+                f"{self.rejected_bytes:,} of {size:,} bytes of text ({share:.1%}) are in the "
+                f"{self.rejected.total()} bad of {self.total} records"
+            )
         if self._counts.unknown_fraction > self._job.corpus.max_unknown_fraction:
             raise self._too_many_unknown()
 
@@ -82,11 +97,20 @@ class FinishedUnits:
                 if self.records[unit.name].rejected:
                     whole.write(quarantine_of(self._state, unit.name).read_bytes())
 
-    def _too_many_rejected(self) -> DataError:
+    def largest_rejected(self) -> list[dict[str, Any]]:
+        """Three rejected records as the quarantine lists them, those that lose the most text."""
+        return heapq.nlargest(3, self._quarantined(), key=_lost_bytes)
+
+    def _too_many_rejected(self, what: str) -> DataError:
         """The error about too many rejected records, with three examples."""
-        examples = list(islice(self._quarantined(), 3))
-        shown = "; ".join(map(_shown_example, examples))
+        examples = self.largest_rejected()
+        shown = "; ".join(map(shown_example, examples))
         advice = encoding_advice(input_path(example["file"]) for example in examples)
+        if advice is None and examples and examples[0]["reason"] == "too_large":
+            advice = (
+                f"split records of more than {MAX_RECORD_BYTES >> 20} MiB, and remove the output "
+                "folder; or raise --max-bad-fraction and start again: finished work is kept"
+            )
         if advice is None:
             advice = (
                 "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the "
@@ -94,8 +118,8 @@ class FinishedUnits:
                 "finished work is kept"
             )
         return DataError(
-            f"{self.rejected.total()} of {self.total} records are bad, more than "
-            f"--max-bad-fraction {self._max_bad_fraction} allows: {shown}; {advice}"
+            f"{what}, more than --max-bad-fraction {self._max_bad_fraction} allows: {shown}; "
+            f"{advice}"
         )
 
     def _quarantined(self) -> Iterator[dict[str, Any]]:
@@ -120,7 +144,11 @@ class FinishedUnits:
         )
 
 
-def _shown_example(rejected: dict[str, Any]) -> str:
+def _lost_bytes(rejected: dict[str, Any]) -> int:
+    return int(rejected.get("size", 0))
+
+
+def shown_example(rejected: dict[str, Any]) -> str:
     """A line of a quarantine, for a message."""
     excerpt = rejected["excerpt"][:60]
     shown = f"{rejected['file']} at {rejected['offset']}: {rejected['reason']} {excerpt!r}"

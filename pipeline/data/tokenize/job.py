@@ -9,36 +9,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from pipeline import log
 from pipeline.data.corpus.manifest import InputFile, Manifest
 from pipeline.data.sources.file_names import shown_size
-from pipeline.data.sources.object_stores import RemoteFile, input_path
+from pipeline.data.sources.file_state import (
+    FileState,
+    check_all_unchanged,
+    check_unchanged,
+    state_of,
+)
+from pipeline.data.sources.object_stores import input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.contamination import compare_documents
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.corpus_folder import CorpusPlan, complete, manifest_of, publish
 from pipeline.data.tokenize.disk_space import corpus_bytes
-from pipeline.data.tokenize.finished_units import FinishedUnits
+from pipeline.data.tokenize.finished_units import FinishedUnits, shown_example
 from pipeline.data.tokenize.input_files import input_files, is_text
 from pipeline.data.tokenize.queue import JobShare, run_units
 from pipeline.data.tokenize.tokenize_unit import tokenize_unit
 from pipeline.data.tokenize.unit_documents import encoder_of, special_tokens_of
-from pipeline.data.tokenize.unit_records import UnitOutcome, UnitRecord, WorkUnit, heldout_of
+from pipeline.data.tokenize.unit_records import (
+    QUARANTINE,
+    UnitOutcome,
+    UnitRecord,
+    WorkUnit,
+    heldout_of,
+)
 from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import TRANSIENT_FAULT, DataError, in_one_line, is_full_disk
 from pipeline.files.disk_space import held_bytes
-from pipeline.files.hashes import file_hash, sampled_hash
 
-# Of a larger file only blocks are hashed. Each job hashes its inputs before it tokenizes, and would
-# read a file of a terabyte twice.
-_HASHED_BYTES = 2**34
-_SAMPLED_BLOCKS = 2**14
 # The fraction among fewer records is too uncertain to stop a job. At the end it is always checked.
 _RECORDS_BEFORE_CHECK = 10_000
 _logger = log.get_logger(__name__)
@@ -52,9 +59,9 @@ class File(WorkUnit):
 
 
 class FileRecord(UnitOutcome):
-    """The hash of an input file, and its units."""
+    """An input file as the job found it, and its units."""
 
-    sha256: str
+    state: FileState
     units: list[Unit]
 
 
@@ -78,6 +85,8 @@ def preprocess(
     """  # noqa: DOC501
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     plan = plan_of(job, tokenizer)
+    if job.keys.chat is not None:
+        job.keys.chat.say_start()
     make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
     try:
         return complete(job.output, plan, make)
@@ -105,10 +114,14 @@ def _make_corpus(
     found = dict(run_units(state, FileRecord, split, files, workers, share, what="finding units"))
     units: list[Unit] = []
     inputs: list[InputFile] = []
+    states: list[tuple[str, FileState]] = []
     for file in files:
         file_record = found[file.name]
         units.extend(file_record.units)
-        inputs.append(InputFile(path=file.path, bytes=file.size, sha256=file_record.sha256))
+        states.append((file.path, file_record.state))
+        inputs.append(InputFile(file.path, file.size, file_record.state.digest))
+    # Of a job that continues: at once, not at the first unit of a file that changed.
+    check_all_unchanged(states)
 
     finished = FinishedUnits(job, state, max_bad_fraction)
     work = partial(tokenize_unit, job)
@@ -120,9 +133,12 @@ def _make_corpus(
     finished.check()
     finished.check_has_documents()
 
+    # What was read before a change is not what the inputs are now, and their hashes of neither.
+    check_all_unchanged(states)
     compare_documents(job, finished.training_shards(units), workers, share)
     if finished.rejected:
         finished.publish_quarantine(units)
+        _say_rejected(job, finished)
     # The held-out part is completed first: a finished training part must have its own beside it.
     if plan.heldout_fraction > 0:
         heldout = {unit.name: finished.records[unit.name].heldout for unit in units}
@@ -130,6 +146,15 @@ def _make_corpus(
         publish(manifest, heldout_of(job.output))
     train = {unit.name: finished.records[unit.name].train for unit in units}
     return manifest_of(plan, job.part, train, inputs, finished.rejected)
+
+
+def _say_rejected(job: Job, finished: FinishedUnits) -> None:
+    """Names the largest of the rejected records that were allowed."""
+    largest = finished.largest_rejected()[0]
+    message = "%s: %d records rejected, %d bytes of text; the largest: %s; all in %s"
+    file = job.output / QUARANTINE
+    counts = (finished.rejected.total(), finished.rejected_bytes)
+    _logger.warning(message, job.output, *counts, shown_example(largest), file)
 
 
 def _full_disk_error(job: Job, fault: OSError) -> DataError:
@@ -173,22 +198,20 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
         heldout_by="words",
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
         # To be raised where units are cut otherwise, so that no job goes on with other ranges.
-        version=4,
+        version=5,
     )
 
 
 def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     """The work of the first pass."""
     path = input_path(file.path)
-    # A remote file is not read only for its hash: the tag that its store keeps stands for it.
-    if isinstance(path, RemoteFile):
-        digest = path.identity()
-    elif file.size <= _HASHED_BYTES:
-        digest = file_hash(path)
-    else:
-        # Reading a very large file only for its hash would take as long as tokenizing it.
-        digest = f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
-    return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
+    state = state_of(path)
+    units: list[Unit] = []
+    for unit in split_file(path, file.number, keys, unit_bytes):
+        units.append(replace(unit, state=state))
+    # A file that changes while it is split would have ranges of two contents.
+    check_unchanged(path, state)
+    return FileRecord(state=state, units=units)
 
 
 def remarks(manifest: Manifest) -> Iterator[str]:

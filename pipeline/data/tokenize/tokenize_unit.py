@@ -26,7 +26,7 @@ from pipeline.data.tokenize.unit_records import (
     letters_of,
     quarantine_of,
 )
-from pipeline.data.tokenize.units import Unit, unit_records
+from pipeline.data.tokenize.units import Unit, check_file_of, unit_records
 from pipeline.data.tokenizer.load import Tokenizer, cached_tokenizer
 from pipeline.errors import DataError
 from pipeline.files.publishing import published_file
@@ -46,6 +46,7 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     state = job.output / STATE
     dtype = token_dtype(tokenizer.vocab_size)
     rejected: Counter[str] = Counter()
+    rejected_bytes = 0
     listed: list[bytes] = []
     with (
         writing_shard(job.output / unit.name, dtype, state) as train_writer,
@@ -57,6 +58,7 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
         for record in _records_of(unit, job, tokenizer):
             if isinstance(record, Rejected):
                 rejected[record.reason] += 1
+                rejected_bytes += record.lost_bytes
                 if len(listed) < _MOST_LISTED:
                     listed.append(_quarantine_line(unit, record))
             elif fraction > 0 and _is_heldout(record, fraction):
@@ -70,15 +72,19 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
         train=train.counted(),
         heldout=heldout.counted(),
         rejected=dict(sorted(rejected.items())),
+        rejected_bytes=rejected_bytes,
         quarantine=_publish_list(quarantine_of(state, unit.name), listed),
         letters=_publish_letters(letters_of(state, unit.name), train.letters),
     )
 
 
 def _records_of(unit: Unit, job: Job, tokenizer: Tokenizer) -> Iterator[Record]:
-    if unit.kind == "tokens":
-        return _imported(unit, tokenizer)
-    return unit_records(unit, job.keys)
+    if unit.kind != "tokens":
+        yield from unit_records(unit, job.keys)
+        return
+    check_file_of(unit)
+    yield from _imported(unit, tokenizer)
+    check_file_of(unit)
 
 
 def _publish_list(path: Path, lines: list[bytes]) -> FileContent | None:
@@ -103,6 +109,7 @@ def _quarantine_line(unit: Unit, record: Rejected) -> bytes:
     """What the quarantine says of a rejected record."""
     shown = record._asdict()
     shown["excerpt"] = record.excerpt.decode(errors="backslashreplace")
+    shown["size"] = record.lost_bytes
     if not record.detail:
         del shown["detail"]
     return orjson.dumps({"file": unit.path, **shown}, option=orjson.OPT_APPEND_NEWLINE)

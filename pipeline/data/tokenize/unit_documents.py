@@ -16,6 +16,7 @@ from pipeline.data.tokenize.text_hashes import hash_of_letters
 from pipeline.data.tokenize.unit_records import UnitPart
 from pipeline.data.tokenizer.encoders import Encoded, Encoder, agree, joined
 from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.data.tokenizer.prompts import spell_pairs
 from pipeline.data.tokenizer.spelling import cached_speller
 from pipeline.errors import DataError
 
@@ -42,8 +43,7 @@ def special_tokens_of(job: Job, tokenizer: Tokenizer) -> SpecialTokens:
 class UnitDocuments:
     """Collects the documents of one part of a unit, encodes them in batches and writes them.
 
-    Either all documents have a prompt or none. Prompt and text are encoded separately, so that the
-    tokens of a prompt do not depend on the text after it.
+    Either all documents have a prompt or none; either all have a start of their own or none.
     """
 
     def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, job: Job) -> None:
@@ -80,8 +80,11 @@ class UnitDocuments:
         if not self._batch:
             return
         start = self._tokenizer.document_start
+        if self._batch[0].start is not None:
+            # It is encoded with the prompt.
+            start = ()
         end = self._tokenizer.document_end
-        ids, lengths = self._encoded()
+        (ids, lengths), prompts = self._encoded()
         # A token past the vocabulary would index the embedding out of range in training.
         largest = max(int(ids.max(initial=0)), *start, *end)
         if largest >= self._tokenizer.vocab_size:
@@ -91,10 +94,7 @@ class UnitDocuments:
                 "name the token that ends one with --end-of-document"
             )
         prompt_lengths = None
-        if self._batch[0].prompt is not None:
-            # `_encoded` returns prompt and answer of each document in turn.
-            prompts, answers = lengths.reshape(-1, 2).T
-            lengths = prompts + answers
+        if prompts is not None:
             # What stands before a document is read with its prompt, not predicted.
             prompt_lengths = len(start) + prompts
             self._counts.prompt_tokens += int(prompt_lengths.sum())
@@ -123,28 +123,31 @@ class UnitDocuments:
         self._counts.decomposed_documents += decomposed
         self._counts.bytes += self._batch_bytes
 
-    def _encoded(self) -> Encoded:
-        """The ids of the batch's texts; a document with a prompt is two texts."""
+    def _encoded(self) -> tuple[Encoded, npt.NDArray[np.int64] | None]:
+        """The ids of the batch's documents, and how many of each are its prompt, if any is."""
         if self._batch[0].ids is not None:
-            return joined([document.ids or [] for document in self._batch])
-        texts: list[str] = []
-        utf8: list[bytes] = []
-        for document in self._batch:
-            if document.prompt is not None:
-                texts.append(document.prompt)
-                utf8.append(document.prompt.encode())
-            texts.append(document.text)
-            utf8.append(document.text.encode() if document.utf8 is None else document.utf8)
+            return joined([document.ids or [] for document in self._batch]), None
         # Another document in each batch, and the same one when a unit is done again.
-        checked = texts[self.writer.documents % len(texts)]
-        self._check_encoder(checked[:_CHECKED_CHARACTERS])
-        spelled = self._speller.spell(texts, utf8)
+        checked = self._batch[self.writer.documents % len(self._batch)]
+        self._check_encoder(checked.text[:_CHECKED_CHARACTERS])
+        texts = [document.text for document in self._batch]
+        prompt_tokens = None
+        if self._batch[0].prompt is not None:
+            prompts: list[str] = []
+            for document in self._batch:
+                prompts.append((document.start or "") + (document.prompt or ""))
+            spelled, prompt_tokens = spell_pairs(self._speller, prompts, texts)
+        else:
+            utf8: list[bytes] = []
+            for document in self._batch:
+                utf8.append(document.text.encode() if document.utf8 is None else document.utf8)
+            spelled = self._speller.spell(texts, utf8)
         if not self._is_chat:
             # A chat's template spells special tokens, so there they are no finding.
             self._counts.special_tokens_spelled += spelled.special_tokens
         self._counts.unknown_tokens += spelled.unknown_tokens
         self._counts.lost_characters += spelled.lost_characters
-        return spelled.encoded
+        return spelled.encoded, prompt_tokens
 
     def _check_encoder(self, text: str) -> None:
         """Compares the fast encoder with the reference on `text`.

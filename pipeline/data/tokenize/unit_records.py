@@ -53,6 +53,7 @@ class UnitRecord(UnitOutcome):
     train: UnitPart
     heldout: UnitPart = UnitPart()
     rejected: dict[str, NonNegativeInt] = {}
+    rejected_bytes: NonNegativeInt = 0
     quarantine: FileContent | None = None
     letters: FileContent | None = None
 

@@ -20,6 +20,7 @@ from pipeline.data.sources.columns import (
     parquet_ranges,
     parquet_records,
 )
+from pipeline.data.sources.file_state import FileState, check_unchanged
 from pipeline.data.sources.json_records import begins_array, begins_objects
 from pipeline.data.sources.lines import line_end
 from pipeline.data.sources.object_stores import InputPath, input_path
@@ -41,11 +42,12 @@ _MAX_UNIT_BYTES = 64 * 2**20
 @dataclass(frozen=True)
 class Unit(WorkUnit):
     """A range [start, stop) of a file: bytes of text, row groups or documents. `size` in bytes is
-    approximate."""
+    approximate. `state`: the file as the job found it, for a job that goes on for long."""
 
     kind: Kind
     start: int
     stop: int
+    state: FileState | None = None
 
 
 def default_unit_bytes(total: int) -> int:
@@ -184,12 +186,30 @@ def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
     return ranges
 
 
+def check_file_of(unit: Unit) -> None:
+    """Makes sure that the file of a unit is as the job found it.
+
+    Raises:
+        DataError: it changed.
+    """
+    if unit.state is not None:
+        check_unchanged(input_path(unit.path), unit.state)
+
+
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     """The records of a unit of text.
 
+    The file is compared with the unit's state before the first record and after the last.
+
     Raises:
-        DataError: the unit holds tokens.
+        DataError: the unit holds tokens, or its file changed.
     """
+    check_file_of(unit)
+    yield from _records_of(unit, keys)
+    check_file_of(unit)
+
+
+def _records_of(unit: Unit, keys: Keys) -> Iterator[Record]:
     path = input_path(unit.path)
     if unit.kind == "tokens":
         raise DataError(

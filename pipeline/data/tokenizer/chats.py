@@ -18,8 +18,18 @@ from typing import Any, Final
 import orjson
 
 from pipeline import log
-from pipeline.config.data import CHAT_DATE
+from pipeline.config.data import CHAT_DATE, ChatStart
 from pipeline.data.sources.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
+from pipeline.data.tokenizer.chat_messages import (
+    ChatError,
+    check_learned,
+    fault_of_keys,
+    is_learned,
+    joined,
+    message_of,
+    strings_in,
+    without_nulls,
+)
 from pipeline.data.tokenizer.document_end import json_beside
 from pipeline.data.tokenizer.encoders import HuggingFaceEncoder
 from pipeline.data.tokenizer.load import load_tokenizer
@@ -29,22 +39,12 @@ from pipeline.files.json_files import json_hash
 from pipeline.files.reading import read_text
 
 TEMPLATE = "chat_template.jinja"
-# The roles of ShareGPT's names of who speaks; messages there hold `from` and `value`.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "system": "system",
-    "tool": "tool",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
 # What transformers calls its clock in a template.
 _CLOCK = "strftime_now"
+# What transformers calls the tools in a template.
+_TOOLS = re.compile(r"\btools\b")
 # What Jinja itself draws at random.
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
 _NOT_USABLE: Final = "messages_not_usable"
@@ -63,6 +63,8 @@ class ChatTemplate:
     renders does not depend on the day.
 
     A message that spells a special token, which would end it, is refused unless `keeps_control`.
+    `start`: whether a chat begins as the template has it, or with the token that the tokenizer puts
+    before every text.
 
     Attributes:
         date: that date, as YYYY-MM-DD; None where the template does not ask.
@@ -81,8 +83,10 @@ class ChatTemplate:
         today: date = CHAT_DATE,
         *,
         keeps_control: bool = False,
+        start: ChatStart = "template",
     ) -> None:
         self.path = path
+        self._start = start
         self._systems = systems
         self._seed = seed
         self._today = today
@@ -123,6 +127,8 @@ class ChatTemplate:
         decides: list[Any] = [self.source, self._variables]
         if self.date is not None:
             decides.append(self.date)
+        if self._start != "template":
+            decides.append({"start": self._start})
         return json_hash(decides)
 
     @cached_property
@@ -145,68 +151,132 @@ class ChatTemplate:
                 spellings.append(re.escape(str(token.content)))
         return re.compile("|".join(spellings)) if spellings else None
 
-    def records(self, offset: int, found: object) -> Iterator[Record]:
+    def records(
+        self, offset: int, found: object, beside: Mapping[str, object] = {}
+    ) -> Iterator[Record]:
         """A document for each message of the assistant in `found`, or why there is none.
 
-        A message with `weight: 0`, or `train: false`, is only read.
+        A message with `weight: 0`, or `train: false`, is only read; and so is the prompt of TRL's
+        records of prompt and completion, which hold the latter in `beside`. There are also the
+        `tools` that the template describes.
         """
+        completion = beside.get("completion", [])
         try:
-            conversation = orjson.dumps(found, default=str).decode()
+            conversation = orjson.dumps(joined(found, completion), default=str).decode()
         except (TypeError, UnicodeError) as fault:
             # Such as a lone surrogate.
             excerpt = repr(found)[:EXCERPT_BYTES].encode()
             yield Rejected(offset, _NOT_USABLE, excerpt, in_one_line(fault))
             return
         excerpt = conversation.encode()[:EXCERPT_BYTES]
-        fault_of_chat = self._fault_of_chat(found)
-        if fault_of_chat is not None:
-            yield Rejected(offset, _NOT_USABLE, excerpt, fault_of_chat)
+        try:
+            prompt = self._messages_in(found)
+            chat = [*prompt, *self._messages_in(completion, len(prompt))]
+            tools = self.tools_in(beside.get("tools"))
+        except ChatError as fault:
+            yield Rejected(offset, _NOT_USABLE, excerpt, str(fault))
             return
-        assert isinstance(found, list), "_fault_of_chat refuses others"
-        chat: list[dict[str, Any]] = []
-        for message in found:
-            translated = message_of(message)
-            assert translated is not None, "_fault_of_chat refuses others"
-            chat.append(translated)
-        # A first message has nothing before it that could be its prompt.
-        answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]
+        # Of messages alone each answer is learned, of a prompt and its completion those in the
+        # latter. A first message has nothing before it that could be its prompt.
+        first = len(prompt) if completion else 1
+        answers = [at for at in range(max(first, 1), len(chat)) if is_learned(chat[at])]
         if not answers:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
             detail = f"no message of the role assistant to learn; roles: {roles}"
             yield Rejected(offset, "no_answer", excerpt, detail)
             return
-        start, end = self._frame
         for at in answers:
             try:
-                prompt = self.opened(chat[:at])
-                whole = self._rendered(chat[: at + 1], is_open=False)
+                record = self._record_of(offset, chat[: at + 1], tools)
+            except ChatError as fault:
+                yield Rejected(offset, _NOT_USABLE, excerpt, str(fault))
+                return
             except DataError as fault:
                 # Templates refuse what their model never saw, such as two users in a row.
                 reason = in_one_line(fault)[-EXCERPT_BYTES:]
                 yield Rejected(offset, _NOT_USABLE, reason.encode(), f"up to message {at}")
                 return
-            if not whole.startswith(prompt):
-                detail = f"the template changes what precedes message {at}"
-                yield Rejected(offset, _NOT_USABLE, excerpt, detail)
-                return
-            answer = whole[len(prompt) :]
-            if not self._marks_answer(chat[: at + 1], prompt, answer):
-                detail = (
-                    "the template has no generation prompt: what it writes before message "
-                    f"{at}, {answer[:20]!r}, would be learned as part of the answer"
-                )
-                yield Rejected(offset, _NOT_USABLE, excerpt, detail)
-                return
-            # The template's own end of a turn stays: it is what the model learns to stop with. Only
-            # what every document gets anyway is cut off.
-            answer = answer.rstrip().removesuffix(end)
-            record = record_of(offset, answer, prompt.removeprefix(start))
             if isinstance(record, Document):
                 yield record._replace(group=conversation, has_control=True)
             else:
                 yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
 
-    def _marks_answer(self, chat: list[dict[str, Any]], prompt: str, answer: str) -> bool:
+    def _record_of(
+        self, offset: int, chat: list[dict[str, Any]], tools: Sequence[Any] | None
+    ) -> Record:
+        """The document of the last message of `chat`, behind those before it.
+
+        Raises:
+            DataError: the template refuses the messages.
+            ChatError: the answer cannot be told from what precedes it.
+        """
+        prompt, answer = self.prompt_and_answer(chat, tools)
+        # The template's own end of a turn stays: it is what the model learns to stop with. Only
+        # what every document gets anyway is cut off.
+        _, end = self._frame
+        answer = answer.rstrip().removesuffix(end)
+        start, rest = self._begun(prompt)
+        record = record_of(offset, answer, rest)
+        return record._replace(start=start) if isinstance(record, Document) else record
+
+    def _split_start(self, text: str) -> tuple[str, str]:
+        """The token with which the template begins a chat, or nothing, and what follows it."""
+        start, _ = self._frame
+        written = start or str(self._variables.get("bos_token") or "")
+        if written and text.startswith(written):
+            return written, text.removeprefix(written)
+        return "", text
+
+    def _begun(self, text: str) -> tuple[str, str]:
+        """What a rendered chat begins with, by the setting, and what follows it."""
+        written, rest = self._split_start(text)
+        if self._start == "template":
+            return written, rest
+        start, _ = self._frame
+        return start, rest
+
+    def say_start(self) -> None:
+        """Says in the log where the template begins a chat otherwise than the tokenizer a text."""
+        start, _ = self._frame
+        try:
+            text = self._rendered([{"role": "user", "content": "a"}], None, is_open=True)
+        except DataError:
+            # It wants other messages, which the chats may be.
+            return
+        written, _ = self._split_start(text)
+        if written != start:
+            message = (
+                "%s: its chat template begins chats with %s, its tokenizer other texts with %s; "
+                "chats begin as the %s has it (chat_start)"
+            )
+            names = (written or "no token", start or "no token")
+            _logger.info(message, self.path, *names, self._start)
+
+    def prompt_and_answer(
+        self, chat: list[dict[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[str, str]:
+        """The text up to where the last message of `chat` begins, and from there on.
+
+        Raises:
+            DataError: the template refuses the messages.
+            ChatError: the answer cannot be told from what precedes it.
+        """
+        at = len(chat) - 1
+        prompt = self._rendered(chat[:at], tools, is_open=True)
+        whole = self._rendered(chat, tools, is_open=False)
+        if not whole.startswith(prompt):
+            raise ChatError(f"the template changes what precedes message {at}")
+        answer = whole[len(prompt) :]
+        if not self._marks_answer(chat, tools, prompt, answer):
+            raise ChatError(
+                "the template has no generation prompt: what it writes before message "
+                f"{at}, {answer[:20]!r}, would be learned as part of the answer"
+            )
+        return prompt, answer
+
+    def _marks_answer(
+        self, chat: list[dict[str, Any]], tools: Sequence[Any] | None, prompt: str, answer: str
+    ) -> bool:
         """Whether the template's generation prompt ends where the last message of `chat` begins.
 
         A server asks with that generation prompt. Where the template has none, a message may follow
@@ -214,6 +284,7 @@ class ChatTemplate:
 
         Args:
             chat: the messages up to an answer, and the answer.
+            tools: what the template is told of tools.
             prompt: what the template makes of those before the answer.
             answer: what follows in the whole chat.
         """
@@ -222,44 +293,94 @@ class ChatTemplate:
             return True
         # The template writes something before the content, such as an empty thought: rendered a
         # second time, because it matters only then whether the generation prompt is empty.
-        return self._rendered(chat[:-1], is_open=False) != prompt
+        return self._rendered(chat[:-1], tools, is_open=False) != prompt
 
-    def _fault_of_chat(self, found: object) -> str | None:
-        """What is wrong with a value that should be a list of messages; None if it can be used."""
+    def _messages_in(self, found: object, first: int = 0) -> list[dict[str, Any]]:
+        """The messages of a list, as the template reads them; the first is number `first`.
+
+        Raises:
+            ChatError: it is no list of messages, or one of them cannot be used.
+        """
         if not isinstance(found, list):
-            return f"expected a list, found {type(found).__name__}"
-        for number, message in enumerate(found):
-            fault = self._fault_of(message)
-            if fault is not None:
-                return f"message {number}: {fault}"
-        return None
+            raise ChatError(f"expected a list, found {type(found).__name__}")
+        messages: list[dict[str, Any]] = []
+        for number, one in enumerate(found, start=first):
+            try:
+                messages.append(self._message_in(one))
+            except ChatError as fault:
+                raise ChatError(f"message {number}: {fault}") from None
+        return messages
 
-    def _fault_of(self, message: object) -> str | None:
-        """What is wrong with a message; None if it can be used."""
-        if not isinstance(message, dict):
-            return f"expected an object, found {type(message).__name__}"
-        translated = message_of(message)
-        if translated is None:
-            return _fault_of_keys(message)
-        if message.get("weight", 1) not in (0, 1, None):
-            return f"weight: expected 0 or 1, found {message['weight']!r:.60}"
+    def _message_in(self, found: object) -> dict[str, Any]:
+        """A message as the template reads it.
+
+        Raises:
+            ChatError: it cannot be used.
+        """
+        if not isinstance(found, dict):
+            raise ChatError(f"expected an object, found {type(found).__name__}")
+        message = message_of(found)
+        if message is None:
+            raise ChatError(fault_of_keys(found))
+        check_learned(message)
+        self._check_spelling(message)
+        return message
+
+    def _check_spelling(self, found: object) -> None:
+        """Makes sure that no string in a message, or in tools, spells a special token.
+
+        A role is written by the template, too, and so are the arguments of calls.
+
+        Raises:
+            ChatError: one does.
+        """
         if self._keeps_control or self._special is None:
-            return None
-        special = self._special.search(translated["content"])
-        if special is not None:
-            what = f"spells {special.group()}, a special token"
-            return f"{what}; remove it, or set special_tokens: control"
-        return None
+            return
+        for text in strings_in(found):
+            special = self._special.search(text)
+            if special is not None:
+                raise ChatError(
+                    f"spells {special.group()}, a special token; remove it, or set "
+                    "special_tokens: control"
+                )
 
-    def opened(self, messages: list[dict[str, str]]) -> str:
+    def tools_in(self, found: object) -> list[Any] | None:
+        """The tools of a record, a list or its JSON, for the template; None where there are none.
+
+        Raises:
+            ChatError: they are no list of objects, or the template does not describe tools.
+        """
+        tools = found
+        if isinstance(tools, (str, bytes)):
+            # Parquet has no type for tools, whose parameters differ: datasets hold them as JSON.
+            try:
+                tools = orjson.loads(tools) if tools.strip() else None
+            except orjson.JSONDecodeError:
+                raise ChatError(f"tools: expected JSON, found {found!r:.60}") from None
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ChatError(f"tools: expected a list of objects, found {tools!r:.60}")
+        if not _TOOLS.search(self.source):
+            raise ChatError(
+                "has tools, of which the chat template says nothing; take a template that "
+                "describes tools, or remove them"
+            )
+        self._check_spelling(tools)
+        described: list[Any] = without_nulls(tools)
+        return described
+
+    def opened(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None = None) -> str:
         """The text up to where the assistant answers.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._rendered(messages, is_open=True)
+        return "".join(self._begun(self._rendered(messages, tools, is_open=True)))
 
-    def _rendered(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, *, is_open: bool
+    ) -> str:
         # The import takes a second, and only chats need it.
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -272,6 +393,7 @@ class ChatTemplate:
         with faults_of_library(fault, DataError), self._told_date():
             texts, _ = render_jinja_template(
                 conversations=[messages],
+                tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=is_open,
                 **self._variables,
@@ -310,17 +432,11 @@ def chat_template(
     today: date = CHAT_DATE,
     *,
     keeps_control: bool = False,
+    start: ChatStart = "template",
 ) -> ChatTemplate:
     """The chat template of the tokenizer at `path`, read once: see `ChatTemplate`."""
-    return ChatTemplate(path, thinking, systems, seed, today, keeps_control=keeps_control)
-
-
-def _is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is an answer that the model is to learn."""
-    return (
-        message["role"] == "assistant"
-        and message.get("weight") != 0
-        and message.get("train") is not False
+    return ChatTemplate(
+        path, thinking, systems, seed, today, keeps_control=keeps_control, start=start
     )
 
 
@@ -348,25 +464,3 @@ def _default_template(several: Sequence[object]) -> str | None:
             found = one.get("template")
             return found if isinstance(found, str) else None
     return None
-
-
-def message_of(found: object) -> dict[str, Any] | None:
-    """A message of a chat, one of ShareGPT's translated; None for anything else."""
-    if not isinstance(found, dict):
-        return None
-    if found.keys() >= {"from", "value"}:
-        found = {**found, "role": _ROLES.get(str(found["from"])), "content": found["value"]}
-    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
-        return None
-    return found
-
-
-def _fault_of_keys(message: Mapping[str, Any]) -> str:
-    """Why `message_of` refuses an object: an unknown speaker, or an entry that is no string."""
-    names = ("role", "content")
-    if "from" in message and "value" in message:
-        names = ("from", "value")
-    for name in names:
-        if not isinstance(message.get(name), str):
-            return f"{name}: expected a string, found {type(message.get(name)).__name__}"
-    return f"from: expected one of {', '.join(_ROLES)}, found {message['from']!r:.60}"

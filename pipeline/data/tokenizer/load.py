@@ -70,6 +70,16 @@ class Tokenizer:
         """The ids that a model reads before a document: its start, or the end of another."""
         return self.document_start or self.document_end[-1:]
 
+    def without_frame(self, document: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The ids of a document of a corpus, without those that stand before and after it.
+
+        A chat may begin without the tokenizer's start.
+        """
+        first = len(self.document_start)
+        if tuple(document[:first].tolist()) != self.document_start:
+            first = 0
+        return document[first : len(document) - len(self.document_end)]
+
     def record(self, backend: str) -> TokenizerRecord:
         """What the manifest of a corpus says of it; `backend` made the ids."""
         return TokenizerRecord(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from pipeline.data.sources.records import SpecialTokens
 from pipeline.data.tokenizer.encoders import (
@@ -61,6 +62,9 @@ class Speller(Protocol):
             DataError: where an id is beyond the vocabulary.
         """
 
+    def tokens_within(self, text: str, ids: npt.NDArray[np.uint32], length: int) -> int:
+        """How many of the first `ids` of `text` end within its first `length` characters."""
+
 
 class SentencePieceSpeller:
     """The speller of a model of SentencePiece, whose library reads no special token in a text."""
@@ -91,6 +95,16 @@ class SentencePieceSpeller:
                 named += text.count(token)
         unknown = int((encoded.ids == self._unknown).sum())
         return Spelled(encoded, named, unknown, lost_characters=0)
+
+    def tokens_within(self, text: str, ids: npt.NDArray[np.uint32], length: int) -> int:
+        """How many of the first `ids` of `text` its first `length` characters have alone.
+
+        The library counts characters of the normalized text, not of the given one.
+        """
+        alone = self._reference.encode([text[:length]]).ids
+        both = min(len(alone), len(ids))
+        differing = np.flatnonzero(alone[:both] != ids[:both])
+        return int(differing[0]) if len(differing) else both
 
 
 class TokenizerJsonSpeller:
@@ -167,6 +181,33 @@ class TokenizerJsonSpeller:
             encoded = self._as_ordinary_text(texts, encoded, sorted(again))
         return Spelled(encoded, special_tokens, self._count_unknown(encoded), self._lost(texts))
 
+    def tokens_within(self, text: str, ids: npt.NDArray[np.uint32], length: int) -> int:
+        """How many of the first `ids` of `text` end within its first `length` characters.
+
+        Raises:
+            DataError: the reference gives other ids.
+        """
+        for as_text in (False, True):
+            self._with_offsets.encode_special_tokens = as_text
+            encoding = self._with_offsets.encode(text, add_special_tokens=False)
+            if encoding.ids == ids.tolist():
+                ends = [end for _, end in encoding.offsets]
+                return next((at for at, end in enumerate(ends) if end > length), len(ends))
+        raise DataError(
+            f"{self._encoder.name} and {self._tokenizer.reference.name} differ on {text[:60]!r}; "
+            "start again with --reference-only"
+        )
+
+    @cached_property
+    def _with_offsets(self) -> tokenizers.Tokenizer:
+        """The library, with offsets that include the space before a word.
+
+        A post-processor may cut it off, and nothing else of it applies to texts without a frame.
+        """
+        copy = tokenizers.Tokenizer.from_str(self._library.to_str())
+        copy.post_processor = None
+        return copy
+
     def _check_ids(self, encoded: Encoded) -> None:
         """Raises DataError where an id is beyond the vocabulary."""
         size = self._tokenizer.vocab_size
@@ -198,8 +239,8 @@ class TokenizerJsonSpeller:
         """The same ids, with those of the texts `again` as ordinary text."""
         with self._special_tokens_as_text():
             plain = self._tokenizer.reference.encode([texts[number] for number in again])
-        parts = _split(encoded)
-        for number, ids in zip(again, _split(plain), strict=True):
+        parts = split_ids(encoded)
+        for number, ids in zip(again, split_ids(plain), strict=True):
             parts[number] = ids
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         return Encoded(np.concatenate(parts), lengths)
@@ -282,12 +323,12 @@ class TokenizerJsonSpeller:
                 left = str(normalizer.normalize_str(character))
             is_text = bool(left.strip("▁ ")) and not character.isspace()
             encoded = self._tokenizer.reference.encode([_BEFORE, _BEFORE + character])
-            before, with_character = _split(encoded)
+            before, with_character = split_ids(encoded)
             self._lost_characters[character] = is_text and np.array_equal(before, with_character)
         return self._lost_characters[character]
 
 
-def _split(encoded: Encoded) -> list[npt.NDArray[np.uint32]]:
+def split_ids(encoded: Encoded) -> list[npt.NDArray[np.uint32]]:
     """The ids of each text."""
     return np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
 

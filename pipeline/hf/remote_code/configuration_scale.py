@@ -147,14 +147,11 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
 
     def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix; None if they are."""
-        if self.routed:
-            return "a Route model compares the logits of two paths"
-        if self.own_rows:
-            return "tokens that its gate opens have output rows of their own"
-        if self.gate_layer is not None and self.base_vocab_size not in (None, self.vocab_size):
+        has_new_tokens = self.base_vocab_size not in (None, self.vocab_size)
+        if self.gate_layer is not None and has_new_tokens and self.output_softcap is not None:
             return (
                 "after a token that its gate closes, the new tokens of its vocabulary have no "
-                "probability"
+                "probability, and its logits are capped, which no cap gives"
             )
         return None
 

@@ -93,8 +93,11 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """
         if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("give input_ids: base and trained model embed a token in two ways")
-        if kwargs.pop("output_hidden_states", None) or kwargs.pop("output_attentions", None):
-            raise ValueError("two models run: only logits are given, no states of layers")
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.pop(name, None) or getattr(self.config, name):
+                raise ValueError("two models run: only logits are given, no states of layers")
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise ValueError("a trace cannot hold that each text is read by the models it needs")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError("attention_mask: expected the padding of each text, [B, T]")
         if use_cache is None:

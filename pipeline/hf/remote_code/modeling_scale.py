@@ -29,6 +29,7 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
@@ -116,8 +118,8 @@ class ScaleBackbone(nn.Module):
         self._models = (model,)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D +
-        U].
+        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` [B, S, C] is what
+        `ScaleOutput.hidden_states` makes of both streams.
 
         Raises ValueError: the logits are no product of one hidden state and one matrix.
         """
@@ -130,11 +132,7 @@ class ScaleBackbone(nn.Module):
                 "transformers' Trainer does"
             )
         streams, cache, states = model.hidden_states(*args, **kwargs)
-        [path] = streams.paths
-        x_up = path.x_up
-        if x_up is None:  # the base ran alone, or the model is not wider
-            x_up = path.x.new_zeros(*path.x.shape[:2], model.config.expansion_hidden_size)
-        last = torch.cat([path.x, x_up], dim=-1)
+        last = model.output.hidden_states(streams.paths, streams.closed)
         return BaseModelOutputWithPast(
             last_hidden_state=last, past_key_values=cache, hidden_states=states
         )
@@ -168,6 +166,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         # Read once: an attribute of the library's configurations takes as long as a small kernel.
         self.stream_sizes = [config.hidden_size, config.expansion_hidden_size]
+        self.embeds_base_alone = self.embedding.is_of_base_alone
         self.gate_layer = config.gate_layer
         self.own_first_layer = config.own_first_layer if config.own_rows else None
         self.first_routed = config.l_fp if config.routed else None
@@ -176,6 +175,19 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         # alone is what the model computes of closed text anyway.
         self.base_runs_alone = config.expansion_hidden_size > 0 or self.first_twice is not None
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library's, which may quantise: by default all linear maps of the layers.
+
+        It would also leave out all maps whose names end as that of a tied output (`output.base`).
+        """
+        quantization = kwargs.get("quantization_config")
+        if quantization is not None:
+            if isinstance(quantization, dict):
+                quantization = AutoQuantizationConfig.from_dict(quantization)
+            kwargs["quantization_config"] = with_own_skips(quantization)
+        return super().from_pretrained(name, *args, **kwargs)
 
     @property
     def _supports_sdpa(self) -> bool:
@@ -191,7 +203,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 init.normal_(parameter, std=0.02)
 
     def get_input_embeddings(self) -> nn.Module:
-        """It gives `inputs_embeds`: both streams [B, S, D + U]."""
+        """It gives `inputs_embeds`: both streams [B, S, D + U].
+
+        Where that is the base's embedding itself, it is the library's own module, which others know
+        how to train.
+        """
+        if self.embeds_base_alone:
+            return self.embedding.base
         return self.embedding
 
     @property
@@ -200,8 +218,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return ScaleBackbone(self)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of
-        one matrix.
+        """The output projection, whose `weight` is [V, C]; None where logits are no product of one
+        matrix.
         """
         if self.config.backbone_unsupported_reason() is not None:
             return None
@@ -280,6 +298,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
+        if kwargs.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError(
+                "output_attentions: the weights of attention are not given, as base and expansion "
+                "have heads side by side; leave it out"
+            )
         if inputs_embeds is not None and self.own_input is not None:
             raise ValueError(
                 "give input_ids: tokens that the gate opens have rows of their own, which "
@@ -337,20 +360,24 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             # would wait for it.
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
-        may_wait = False
+        can_read_again = False
         # A server's own paged cache (`cache`, of continuous batching) has the heads of the whole
         # model, and holds texts that end before these tokens or go on behind them. Where attention
         # needs no mask (paged FlashAttention), nothing else tells that there is one.
         has_servers_cache = "cache" in options
         if tokens is not None and recorded is None and not has_servers_cache:
-            may_wait = self._may_wait(attention_mask, past_key_values)
+            can_read_again = self._can_read_again(attention_mask, past_key_values)
+        # A pass for gradients is the same whatever the gate decides.
+        may_wait = can_read_again and not torch.is_grad_enabled()
         inputs = PassInputs(
             tokens, attention_mask, position_ids, past_key_values, options, may_wait
         )
 
-        if may_wait and self._waits_for_open(past_key_values):
+        # A cache that was filled without gradients may be of the base alone.
+        lacks = lacks_expansion(past_key_values)
+        if can_read_again and (may_wait or lacks) and self._waits_for_open(past_key_values):
             paths, opens = self._from_open_on(start, inputs)
-        elif lacks_expansion(past_key_values):
+        elif lacks:
             raise ValueError(
                 "past_key_values: of the base alone, as its gate was shut; give the text from its "
                 "start"
@@ -484,13 +511,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             changed.append(StreamPath(x, x_up, path.masked))
         return changed
 
-    def _may_wait(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether the host may read what the gate decides: in inference on one device, with a cache
-        that grows.
+    def _can_read_again(self, attention_mask: Any, cache: Any) -> bool:
+        """Whether the host may read what the gate decides, and a text can be run again: on one
+        device, with a cache that grows, in no compiled or traced pass.
         """
         if self.gate_layer is None or self.first_routed is not None:
             return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return False
         if self.config._attn_implementation == "flex_attention":
             return False
@@ -652,6 +679,18 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
+
+
+def with_own_skips(quantization: Any) -> Any:
+    """A quantisation of the library that leaves embedding and output as they are, and no other
+    map, unless it names maps itself.
+    """
+    changed = copy.copy(quantization)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if getattr(changed, name, ()) is None:
+            # Patterns, as these names are ends of others.
+            setattr(changed, name, ["^embedding", "^output"])
+    return changed
 
 
 def _joined(path: StreamPath) -> Tensor:

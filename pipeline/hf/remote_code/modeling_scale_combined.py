@@ -6,11 +6,13 @@ weights:
     load(folder, trust_remote_code=True, active=["korean"])     # only this one
 
 Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact
-stream. Of several, the expansion whose margins (its score, the log odds of its text, less its
-threshold) were largest over the last tokens is in use; where its gate is open, it gives the
-probabilities that it would give alone. Where it is closed, the one that was open last gives those
-that it would give of a closed token alone, and before the first the base its own. So no expansion
-changes what another, or the base, says of a token.
+stream. Each token gets the logits of one model, which are those that it gives alone:
+
+- The leader is the expansion whose margins (its score, the log odds of its text, less its
+  threshold) were largest over the last tokens; of equal ones the first by name.
+- Where the leader's gate is open, the leader is used from that token on.
+- Where it is closed, the expansion that was used before goes on, whether its own gate is open there
+  or not. Before the first the base is used.
 
 A text pays for an expansion from the first token on which it is used: then the text so far is
 computed with it, once. One that leaves x as it is (Preserve) computes the base's stream too, in the
@@ -263,10 +265,14 @@ class CombinedForCausalLM(ScaleForCausalLM):
             ValueError: this model does not take the cache or an argument.
         """
         hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
-        if kwargs.pop("inputs_embeds", None) is not None or hidden_states:
+        attentions = kwargs.pop("output_attentions", self.config.output_attentions)
+        if kwargs.pop("inputs_embeds", None) is not None or hidden_states or attentions:
             raise ValueError(
-                "a model with several expansions takes input_ids, and gives no hidden states"
+                "a model with several expansions takes input_ids, and gives no hidden states and "
+                "no attentions"
             )
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise ValueError("a trace cannot hold that each text is read by the models it needs")
         self._check_arguments(input_ids, attention_mask, active)
         if use_cache is None:
             use_cache = self.config.use_cache
@@ -320,6 +326,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         totals = self._totals(margins, state)
         allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
         winner, used = self._choice(margins, totals, allowed, state)
+        is_open = margins.gather(-1, used.unsqueeze(-1))[..., 0] > 0
+        opened = used.masked_fill(~is_open, BASE)
 
         # Gates and totals are stored as if alone: a later token's request may allow another
         # expansion.
@@ -329,7 +337,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         whole = inputs._replace(tokens=text[:, 0, :, 0], positions=text[:, 0, :, 1])
         opens = stored[:, 0].long()
 
-        winner_kept = winner[:, kept]
+        opened_kept = opened[:, kept]
         used_kept = used[:, kept]
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
         added: list[AddedLogits] = []
@@ -341,10 +349,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 last = stream.at(slice(-length, None)).at(kept).normed(model.final_norm)
                 is_used = used_kept[rows].eq(index).unsqueeze(-1)
                 x[rows] = torch.where(is_used, last.x, x[rows])
-                is_another = winner_kept[rows].ne(index).unsqueeze(-1)
+                is_another = opened_kept[rows].ne(index).unsqueeze(-1)
                 for logits in added_logits(model.output, last, is_another):
                     added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
-        return self._with_added(x, added, winner_kept)
+        return self._with_added(x, added, opened_kept)
 
     def _expansion_streams(
         self,
@@ -388,10 +396,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
         return parts
 
-    def _with_added(self, x: Tensor, added: list[AddedLogits], winner: Tensor) -> Tensor:
+    def _with_added(self, x: Tensor, added: list[AddedLogits], opened: Tensor) -> Tensor:
         """The logits [B, S', V] of the streams x [B, S', D], with what expansions add.
 
-        winner [B, S']: the path whose gate opens each token, or BASE.
+        opened [B, S']: the path that is used where its own gate is open, else BASE.
         """
         # In products of their own, columns are the base's, or an expansion's alone, whatever others
         # follow.
@@ -407,7 +415,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         z = soft_capped(z, self.output.softcap)
         # Only the expansion that has a token may give it.
         for index, tokens in enumerate(self.new_tokens, start=1):
-            is_another = winner.ne(index).unsqueeze(-1)
+            is_another = opened.ne(index).unsqueeze(-1)
             z[..., tokens.start : tokens.stop].masked_fill_(is_another, NEVER)
         return z
 
@@ -430,24 +438,24 @@ class CombinedForCausalLM(ScaleForCausalLM):
     def _choice(
         self, margins: Tensor, totals: Tensor, allowed: Tensor, state: CombinedState
     ) -> tuple[Tensor, Tensor]:
-        """For each token, the path whose gate opens it, BASE if none does, and the path that is
-        used, both [B, S].
+        """For each token, the path that is used from it on because its gate is open (the winner),
+        or BASE, and the path that is used, both [B, S].
 
         Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest over the last
-        tokens wins, if its gate is open, and on a new token the one that has it; of equal ones
-        none. A closed token uses the path of the open one before it, if that is allowed now.
+        tokens wins, if its gate is open, and on a new token the one that has it; of equal ones the
+        first. Without a winner the path before goes on, if that is allowed now.
         """
         recent = F.pad(totals[:, RECENT:] - totals[:, :-RECENT], (1, 0))
         recent = recent.masked_fill(margins.isposinf(), torch.inf).masked_fill(~allowed, -1)
-        best, first = recent.max(-1, keepdim=True)
-        is_alone = (recent == best).sum(-1, keepdim=True) == 1
-        is_closed = margins.gather(-1, first) <= 0
-        winner = first.masked_fill(~is_alone | is_closed, BASE)[..., 0]
+        # The first of equal ones: BASE where no margin was above 0.
+        leader = recent.argmax(-1, keepdim=True)
+        is_closed = margins.gather(-1, leader) <= 0
+        winner = leader.masked_fill(is_closed, BASE)[..., 0]
 
         before = winner.new_full((len(winner), 1), BASE)
         if state.text.get_seq_length() > 0:
             before = state.text.values[:, 0, -1:, 0].long()
-        # The place of the last open token up to each; 0 is that of `before`.
+        # The place of the last token with a winner up to each; 0 is that of `before`.
         places = torch.arange(1, winner.shape[1] + 1, device=winner.device)
         last = (winner != BASE).long().mul(places).cummax(dim=1).values
         used = torch.cat([before, winner], dim=1).gather(1, last)

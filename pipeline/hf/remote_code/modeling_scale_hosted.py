@@ -6,8 +6,9 @@ the expansion, in forward hooks.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,12 @@ from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
 from .configuration_scale_hosted import HostedScaleConfig
 from .scale_gate import GateCache, ScaleGate, texts_of
 from .scale_hosted_blocks import (
-    AddedKeys,
     HostedAttention,
     HostedFeedForward,
     HostedInputs,
     HostedNorm,
 )
+from .scale_hosted_cache import AddedKeys, AddedText, given_back, given_cache, taken_from
 from .scale_hosted_own import low_rank_differences, own_gains
 from .scale_math import mask_of_rows, masked_sum, own_row_logits
 from .scale_rotary import ScaleRotary
@@ -87,20 +88,27 @@ class HostedPass:
         changes: y_up of the blocks of this layer that have run, by index.
         kept_inputs: the inputs of blocks whose output comes from another module, by index.
         closed: bool [B, S, 1], the tokens that the gate closes; None before it has decided.
-        added: the layers that this forward adds to the base's cache; None without a cache.
+        cache: the base's cache, as this forward got it; None: it got none.
+        added: the added layers of that cache, which are out of it while the base runs; None: this
+            forward caches nothing.
     """
 
-    def __init__(self, x_up: Tensor | None, inputs: HostedInputs, call: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        x_up: Tensor | None,
+        inputs: HostedInputs,
+        call: dict[str, Any],
+        cache: Any,
+        added: list[Any] | None,
+    ) -> None:
         self.x_up = x_up
         self.inputs = inputs
         self.call = call
         self.changes: dict[int, Tensor] = {}
         self.kept_inputs: dict[int, Tensor] = {}
         self.closed: Tensor | None = None
-        self.cache = given_cache(call)
-        self.added: list[Any] | None = None
-        if self.cache is not None or call.get("use_cache"):
-            self.added = []
+        self.cache = cache
+        self.added = added
 
     @property
     def masked(self) -> bool | Tensor:
@@ -111,7 +119,7 @@ class HostedPass:
         """The cached keys and values of an added attention."""
         if self.added is None:
             return None
-        for layer in cache_layers(self.cache):
+        for layer in self.added:
             if isinstance(layer, AddedKeys) and layer.place == place:
                 return layer
         keys = AddedKeys()
@@ -119,24 +127,26 @@ class HostedPass:
         self.added.append(keys)
         return keys
 
-    def count_tokens(self) -> None:
-        """Notes in the cache how long the text is, where no added attention does so."""
-        keys = self.keys_of((0, 0))
-        if keys is not None:
-            tokens = self.call["input_ids"]
-            nothing = torch.zeros(len(tokens), 1, tokens.shape[1], 1, device=tokens.device)
-            keys.update(nothing, nothing)
-
     def gate_cache(self) -> GateCache | None:
         """What the gate's running mean has read of the text."""
         if self.added is None:
             return None
-        for layer in cache_layers(self.cache):
+        for layer in self.added:
             if isinstance(layer, GateCache):
                 return layer
         cache = GateCache()
         self.added.append(cache)
         return cache
+
+
+def text_so_far(added: list[Any]) -> AddedText:
+    """Which tokens of the cached text are padding, among the added layers of a cache."""
+    for layer in added:
+        if isinstance(layer, AddedText):
+            return layer
+    text = AddedText()
+    added.append(text)
+    return text
 
 
 def _rotary_of(config: HostedScaleConfig) -> dict[str, Any]:
@@ -147,18 +157,6 @@ def _rotary_of(config: HostedScaleConfig) -> dict[str, Any]:
         "context": None,
         "attention_factor": 1.0,
     }
-
-
-def given_cache(call: dict[str, Any]) -> Any:
-    """The cache among the arguments of a forward; None: the base makes its own, or has none."""
-    cache = call.get("past_key_values")
-    return call.get("cache_params") if cache is None else cache
-
-
-def cache_layers(cache: Any) -> list[Any]:
-    """The layers of a cache of the library; none of no cache."""
-    layers = getattr(cache, "layers", None)
-    return layers if isinstance(layers, list) else []
 
 
 def padding_itself(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
@@ -177,6 +175,22 @@ def check_padding(attention_mask: Any) -> None:
         "tokens, from which added attention cannot tell padding; documents in a row are told by "
         "position_ids that begin again"
     )
+
+
+class NoBackbone(nn.Module):
+    """In place of the model without its output projection, for trainers that ask for hidden
+    states."""
+
+    # The library asks the backbone of any model for them.
+    _tp_plan = _pp_plan = None
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError: the base's own code makes the logits."""
+        raise ValueError(
+            "this model has no backbone whose hidden states give its logits: they are made by the "
+            "code of its base in transformers; take the loss, or the logits, of "
+            "model(input_ids, labels=labels), as transformers' Trainer does"
+        )
 
 
 class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -215,6 +229,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         self.own_input = ScaleOwnInput(config) if config.own_rows else None
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self._running: HostedPass | None = None
+        self._base_arguments = tuple(inspect.signature(self.base.forward).parameters)
         self._add_hooks()
         self.post_init()
 
@@ -238,6 +253,11 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
+
+    @property
+    def base_model(self) -> NoBackbone:
+        """What refuses to give hidden states."""
+        return NoBackbone()
 
     def get_output_embeddings(self) -> None:
         """None: logits are no product of one matrix."""
@@ -333,26 +353,30 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         tokens = call.get("input_ids")
         if tokens is None:
             raise ValueError("give input_ids: what was added has an embedding of its own")
-        check_padding(call.get("attention_mask"))
-        past = 0
-        for layer in cache_layers(given_cache(call)):
-            if isinstance(layer, AddedKeys):
-                past = layer.get_seq_length()
-                break
+        mask = call.get("attention_mask")
+        check_padding(mask)
+        if call.get("use_cache") is None:
+            call["use_cache"] = getattr(self.base.config, "use_cache", True)
         x_up = None if self.embedding is None else self.embedding.expansion(tokens)
+        # Of the arguments that the base's forward names: another is not read (OpenAI's first GPT).
+        cache = given_cache(call.get(name) for name in self._base_arguments)
+        added: list[Any] | None = None
+        past = 0
+        known = None if mask is None else mask[:, : tokens.shape[1]].bool()
+        if cache is not None or call["use_cache"]:
+            added = taken_from(cache)
+            text = text_so_far(added)
+            past = text.get_seq_length()
+            known = text.seen(tokens, mask)
         inputs = HostedInputs(
             tokens,
             past,
-            call.get("attention_mask"),
+            known,
             call.get("position_ids"),
             self.rotary,
             self.dtype if x_up is None else x_up.dtype,
         )
-        if call.get("use_cache") is None:
-            call["use_cache"] = getattr(self.base.config, "use_cache", True)
-        self._running = HostedPass(x_up, inputs, call)
-        if x_up is None:
-            self._running.count_tokens()
+        self._running = HostedPass(x_up, inputs, call, cache, added)
         kept = call.get("logits_to_keep", 0)
         length = tokens.shape[1]
         if self.config.structure["shares_keys"] and isinstance(kept, int) and 0 < kept < length:
@@ -364,15 +388,17 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
         current = self._running
         self._running = None
-        if current is None or current.added is None or output is None:
+        if current is None or current.added is None:
             return
-        cache = current.cache
-        if cache is None:
-            cache = getattr(output, "past_key_values", None)
-        if cache is None:
-            cache = getattr(output, "cache_params", None)
-        # At the end, because a cache may get the base's own layers one by one.
-        cache_layers(cache).extend(current.added)
+        if output is not None:  # else the base raised
+            # What a forward gives and the next one takes, whatever a type calls it.
+            for name in self._base_arguments:
+                made = output.get(name)
+                if made is not None and not isinstance(made, Tensor):
+                    output[name] = given_back(made, current.added)
+                    return
+        if current.cache is not None:
+            given_back(current.cache, current.added)
 
     def _enter_layer(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -488,6 +514,13 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         for earlier in block["reads"]:
             x_up = x_up + current.changes[earlier]
         rows = x_up.shape[:2]
+        for tensor in (x, y):
+            if tensor.shape[:-1].numel() != rows.numel():
+                # RWKV's own code does so to several texts at once, after their first call.
+                raise ValueError(
+                    f"{block['name']}: the base has {tensor.shape[:-1].numel()} positions for "
+                    f"{rows.numel()} tokens; call with one text at a time, or with use_cache=False"
+                )
         y_rows = y.reshape(*rows, -1)
         keys = current.keys_of(place) if block["kind"] == "mixer" else None
         changed, y_up = self.layers[layer].get_submodule(block["added"])(

@@ -22,8 +22,14 @@ class ScaleGate(nn.Module):
     Read are x over its root mean square, standardised, and with `token+running_mean` also its mean
     over the text so far, in which each token counts less by `gate_decay` with every token after it.
     All is computed in fp32. Ids that old text never has are open whatever the score: `opens_id`.
+
+    A gate was fitted, and does not train: its tensors are buffers, which optimizers and their
+    weight decay leave alone, and which casting the model leaves in fp32.
     """
 
+    mean: Tensor
+    std: Tensor
+    weight: Tensor
     is_open_id: Tensor | None
 
     def __init__(self, config: ScaleConfig) -> None:
@@ -33,16 +39,26 @@ class ScaleGate(nn.Module):
         self.threshold = config.gate_threshold
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
-        # Servers build a model in the type of its weights; a gate in 16 bits would decide
-        # otherwise.
-        self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
-        self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
-        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
+        for name in ("mean", "std", "weight"):
+            # Made of integers: under DeepSpeed's `zero.Init` a new tensor of floats has 16 bits.
+            bits = torch.zeros(size, dtype=torch.int32)
+            self.register_buffer(name, bits.view(torch.float32))
+        self.std.fill_(1)
         table: Tensor | None = None
         if config.gate_open_ids:
             # [V] of the base's vocabulary, yet to be read from the folder.
             table = torch.zeros(config.base_vocab_size or config.vocab_size, dtype=torch.bool)
         self.register_buffer("is_open_id", table)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves the gate as any module, in its types: in 16 bits it would decide otherwise."""
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, values in exact.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != values.dtype:
+                self.register_buffer(name, values.to(moved.device))
+        return self
 
     def forward(
         self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
@@ -71,7 +87,16 @@ class ScaleGate(nn.Module):
             documents: [B, S], equal numbers for the tokens of one document; None: each row is one.
             cache: what the running mean reads of earlier tokens, to which these are added; None:
                 there are none.
+
+        Raises:
+            ValueError: the gate was rounded, and would decide otherwise.
         """
+        if self.weight.dtype != torch.float32:
+            raise ValueError(
+                f"the gate (token_gate): expected torch.float32, found {self.weight.dtype}, in "
+                "which it would open for other text; whatever casts buffers, such as FSDP1's "
+                "buffer_dtype, must leave it alone"
+            )
         features = stream_over_rms(x)
         if self.has_mean:
             mean = self._running_mean(features, is_text, documents, cache)

@@ -1,5 +1,4 @@
-"""The blocks that stand beside the blocks of a hosted base, and the keys and values that they
-cache."""
+"""The blocks that stand beside the blocks of a hosted base."""
 
 from __future__ import annotations
 
@@ -7,23 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale_hosted import HostedScaleConfig
+from .scale_hosted_cache import AddedKeys
 from .scale_math import masked_sum, rotate, with_gain
 from .scale_rotary import ScaleRotary
-
-
-class AddedKeys(DynamicLayer):  # type: ignore[misc]
-    """The keys and values of one added attention: one more layer of the library's cache.
-
-    So they are reordered by beam search, cropped and repeated with the base's own.
-    """
-
-    # Static caches mask their empty places only if all layers are like theirs.
-    is_compileable = True
-    place: tuple[int, int] = (-1, -1)
-    """The layer and the block of the attention."""
 
 
 class HostedNorm(nn.Module):
@@ -148,33 +135,30 @@ class HostedInputs:
             None: nothing is known to be padding, or `visible` hides it.
         is_text: bool [B, S], false for padding; None: all is text.
 
-    An `attention_mask` is [B, T] with T >= past + S: 1 for text, 0 for padding.
     """
 
     def __init__(
         self,
         tokens: Tensor,
         past: int,
-        attention_mask: Tensor | None,
+        known: Tensor | None,
         position_ids: Tensor | None,
         rotary: ScaleRotary,
         dtype: torch.dtype,
     ) -> None:
+        """`known`: which of all tokens so far are text, bool [B, past + S]; None: all."""
         length = tokens.shape[1]
         self.past = past
         place = torch.arange(past + length, device=tokens.device)
-        # Which of all tokens so far are text, bool [B, past + S]; None: all.
-        known: Tensor | None = None
         self.is_text: Tensor | None = None
-        if attention_mask is not None:
-            known = attention_mask[:, : past + length].bool()
+        if known is not None:
             self.is_text = known[:, past:]
         documents = None
         if position_ids is None:
             position_ids = place[None, past:]
         elif position_ids.dim() == 3:
             position_ids = position_ids[0]  # rows of M-RoPE: the first counts the text
-        elif past == 0 and attention_mask is None:
+        elif past == 0 and known is None:
             # As transformers reads them: positions that begin again are another document.
             documents = (position_ids.diff(dim=1) != 1).cumsum(1)
             documents = F.pad(documents, (1, 0))

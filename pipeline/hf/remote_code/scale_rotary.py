@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ class ScaleRotary(nn.Module):
     def fill(self) -> None:
         """Sets the buffers, which `from_pretrained` makes without values."""
         for name, held in self.named_buffers():
-            values = torch.tensor(self.spec[name], dtype=torch.float32, device="cpu")
-            held.copy_(values.view(torch.int32))
+            # Not by `torch.tensor`, whose floats have 16 bits under DeepSpeed's `zero.Init`.
+            values = array("f", self.spec[name])
+            held.copy_(torch.frombuffer(values, dtype=torch.int32))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
         """The table in `dtype` for positions [B, S]."""
@@ -58,5 +60,8 @@ class ScaleRotary(nn.Module):
         return RotaryAngles(cos.unsqueeze(1), sin.unsqueeze(1))
 
     def _held(self, name: str, device: torch.device) -> Tensor:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            # A trace has no `view` of another type.
+            return torch.tensor(self.spec[name], dtype=torch.float32, device=device)
         bits: Tensor = getattr(self, name)
         return bits.view(torch.float32).to(device)

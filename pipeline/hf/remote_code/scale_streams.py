@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .configuration_scale import ScaleConfig
 from .scale_math import (
+    NEVER,
     keeps_preserved_path,
     layer_norm_by,
     masked_sum,
@@ -35,6 +36,13 @@ from .scale_math import (
     with_gain,
     without_new_tokens,
 )
+
+CLOSED_CHANNELS = 8
+"""How many channels of the output's hidden states say that a token is closed: one, and zeros, as
+products are fast on rows of whole 16 bytes.
+"""
+ROUTED_TOKENS = 256
+"""For how many tokens of a text the router compares logits at a time."""
 
 
 class StreamPath(NamedTuple):
@@ -259,8 +267,32 @@ class ScaleEmbedding(nn.Module):
         if config.expansion_hidden_size:
             self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.scale = config.embedding_scale
+        self.is_tied = getattr(config, "tie_word_embeddings", False)
+        self.num_embeddings = config.vocab_size
+        self.embedding_dim = config.hidden_size + config.expansion_hidden_size
+
+    @property
+    def is_of_base_alone(self) -> bool:
+        """Whether it gives what `base` does: there are no added columns and no factor."""
+        return self.expansion is None and self.scale == 1.0
+
+    @property
+    def weight(self) -> Tensor:
+        """Both matrices as one [V, D + U], for libraries that read its shape or its rows."""
+        if self.expansion is None:
+            return self.base.weight
+        return torch.cat([self.base.weight, self.expansion.weight], dim=1)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        has_own_rows_of_peft = hasattr(self.base, "token_indices") or hasattr(
+            self.base, "token_adapter"
+        )
+        if self.is_tied and has_own_rows_of_peft:
+            raise ValueError(
+                "trainable tokens: embedding and output of this model are one matrix (tied), of "
+                "which PEFT would train the embedding's rows and merge both; train adapters of "
+                "linear maps alone"
+            )
         embedded: Tensor = self.base(tokens)
         if self.expansion is not None:
             embedded = torch.cat([embedded, self.expansion(tokens)], dim=-1)
@@ -326,16 +358,77 @@ class ScaleOutput(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from
-        hidden states.
+        """All matrices beside each other, [V, C], for libraries that compute logits, or a loss,
+        from hidden states: see `hidden_states`.
+
+        Raises:
+            ValueError: DeepSpeed has partitioned the matrices.
         """
-        if self.expansion is None:
-            return self.base
-        return torch.cat([self.base, self.expansion], dim=1)
+        if self.base.numel() == 0:
+            raise ValueError(
+                "the output matrices are partitioned (ZeRO-3), and are not read one by one: take "
+                "ZeRO-1, ZeRO-2 or FSDP, or the loss of model(input_ids, labels=labels)"
+            )
+        parts: list[Tensor] = [self.base]
+        if self.expansion is not None:
+            parts.append(self.expansion)
+        if self.own_rows is not None:
+            parts.append(self.own_rows[self.row_of_token])
+        if self.is_gated_vocabulary:
+            of_closed = self.base.new_zeros(len(self.base), CLOSED_CHANNELS)
+            of_closed[self.base_columns :, 0] = max(NEVER, torch.finfo(self.base.dtype).min)
+            parts.append(of_closed)
+        # A single matrix is given itself, as a parameter.
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @property
     def bias(self) -> None:
         """None: there is none, which such libraries ask too."""
+
+    def hidden_states(self, paths: list[StreamPath], closed: Tensor | None) -> Tensor:
+        """What times `weight` gives the logits before their cap: [B, S, C].
+
+        These are x, and each if the model has it: x_up; x again, zeros for closed tokens, for the
+        rows that open tokens have of their own; and whether a token is closed, by which new tokens
+        get a probability of zero. Arguments: `forward`.
+        """
+        path = paths[0] if len(paths) == 1 else self._joined_paths(*paths)
+        x = path.x
+        parts = [x]
+        if self.expansion is not None:
+            x_up = path.x_up
+            if x_up is None:  # the base ran alone
+                x_up = x.new_zeros(*x.shape[:2], self.expansion.shape[1])
+            parts.append(x_up)
+        if self.own_rows is not None:
+            of_open = x
+            if path.masked is True:  # the base ran alone
+                of_open = torch.zeros_like(x)
+            elif closed is not None:
+                of_open = x.masked_fill(closed, 0)
+            parts.append(of_open)
+        if self.is_gated_vocabulary and closed is not None:
+            parts.append(F.pad(closed.to(x.dtype), (0, CLOSED_CHANNELS - 1)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _joined_paths(self, preserved: StreamPath, adapted: StreamPath) -> StreamPath:
+        """The path whose logits are the router's choice of two."""
+        keeps_preserved = []
+        with torch.no_grad():
+            # Some tokens at a time: logits of all would be what callers avoid.
+            for x_p, x_a in zip(
+                preserved.x.split(ROUTED_TOKENS, dim=1),
+                adapted.x.split(ROUTED_TOKENS, dim=1),
+                strict=True,
+            ):
+                z_p = self._base_logits(x_p)
+                keeps_preserved.append(self._keeps_preserved(z_p, self._base_logits(x_a)))
+        is_preserved = torch.cat(keeps_preserved, dim=1)
+        x = torch.where(is_preserved, (preserved.x + adapted.x) / 2, adapted.x)
+        x_up = adapted.x_up
+        if x_up is not None and preserved.x_up is not None:
+            x_up = torch.where(is_preserved, preserved.x_up, x_up)
+        return adapted._replace(x=x, x_up=x_up)
 
     def set_vocabulary(self, config: ScaleConfig) -> None:
         """Reads from the config how many of the tokens are the base's; the others follow them."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from pipeline.errors import faults_of_library
 from pipeline.hosted.discovery import probes
 from pipeline.hosted.discovery.blocks import BATCH, FoundBlock, find_blocks, same_blocks
+from pipeline.hosted.discovery.continued_text import Recording, record_continuations
 from pipeline.hosted.discovery.maps_and_norms import (
     find_linear_maps,
     find_norms,
@@ -80,6 +81,9 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
         found[index] = _without_gates(blocks)
     _check_blocks(twin, calls, found, names)
 
+    tokens = inputs["input_ids"]
+    assert isinstance(tokens, Tensor), "every input of the twin is one"
+    recordings = [Recording(BATCH, calls), *record_continuations(twin, tokens)]
     layers: list[HostedLayer] = []
     for (index, layer), blocks in zip(called.items(), found, strict=True):
         prefix = f"{layer_list}.{index}."
@@ -88,11 +92,11 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
                 index=index,
                 module_class=type(layer).__name__,
                 blocks=tuple(_record(block, names, prefix) for block in blocks),
-                linear_maps=names_within(find_linear_maps(blocks, calls), names, prefix),
-                norms=names_within(find_norms(layer.modules(), calls), names, prefix),
+                linear_maps=names_within(find_linear_maps(blocks, recordings), names, prefix),
+                norms=names_within(find_norms(layer.modules(), recordings), names, prefix),
             )
         )
-    after_layers = last_norms(twin, calls, list(called.values()))
+    after_layers = last_norms(twin, recordings, list(called.values()))
     return FoundLayers(
         layer_list=layer_list,
         layers=_with_least_additivity(layers),

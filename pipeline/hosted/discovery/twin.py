@@ -29,6 +29,10 @@ FIRST_SPECIAL_TOKEN = 192
 _MOST_PARAMETERS = 200_000_000
 _ROTARY_PART = 16  # of a head of latent attention
 
+_CONTEXT = (
+    r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length"
+    r"|max_target_positions|context_length|seq_length"
+)
 # The first pattern that matches an entry's whole name gives its largest value in the twin.
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|laurel_rank|hc_lowrank|gated_norm_rank", 16),
@@ -85,7 +89,7 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"topk_group", 1),
     (r"rotary_dim", _ROTARY_PART),
     (r"index_kpool", 4),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length", 256),
+    (_CONTEXT, 256),
 )
 _TOKEN_ID = re.compile(
     r".*token_(id|index)s?|.*token_ids|.*_(start|end|newline|patch)_id|pad_index"
@@ -94,8 +98,13 @@ _TOKEN_ID = re.compile(
 _UNTOUCHED = ("vq_config", "audio_encoder_config")
 
 
-def build_twin(config: PretrainedConfig) -> PreTrainedModel:
+def build_twin(config: PretrainedConfig, *, context: int | None = None) -> PreTrainedModel:
     """The tiny twin of the model that `config` describes: fp32, eval mode, random weights.
+
+    Args:
+        config: the model's.
+        context: the length of the longest text, whatever its type calls it, and the original one of
+            a rotary embedding; None: of several hundred tokens.
 
     Raises:
         UnsupportedStructureError: transformers has no class for it, or refuses the small sizes.
@@ -104,7 +113,7 @@ def build_twin(config: PretrainedConfig) -> PreTrainedModel:
     what = f"model_type {config.model_type!r}: no small model of its class could be built"
     with faults_of_library(what, UnsupportedStructureError), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        small_config = twin_config(own_config)
+        small_config = twin_config(own_config, context=context)
         _check_size(model_class, small_config)
         twin = model_class(small_config)
         _fill(twin)
@@ -135,11 +144,29 @@ def _fill(twin: nn.Module) -> None:
             parameter.data.normal_(std=0.05)
 
 
-def twin_config(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with small widths; the number and the types of its layers stay."""
+def twin_config(config: PretrainedConfig, *, context: int | None = None) -> PretrainedConfig:
+    """`config` with small widths; the number and the types of its layers stay.
+
+    `context` as in `build_twin`.
+    """
     special_tokens: dict[int, int] = {}
     values = _cut(config.to_dict(), special_tokens)
+    if context is not None:
+        values = _with_context(values, context)
     return type(config).from_dict(values)
+
+
+def _with_context(values: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """The entries with another length of the longest text, wherever they name one."""
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            changed[name] = _with_context(value, context)
+        elif isinstance(value, int) and re.fullmatch(_CONTEXT, str(name)):
+            changed[name] = context
+        else:
+            changed[name] = value
+    return changed
 
 
 def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str, Any]:
@@ -199,8 +226,9 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
     if width and values.get("attention_hidden_size") == 2 * values["hidden_size"]:  # Zamba
         cut["attention_hidden_size"] = 2 * width
         cut["attention_head_dim"] = cut["attention_hidden_size"] // cut["num_attention_heads"]
+    rows = values.get("vocab_size")
     for name, value in values.items():
-        if "vocab" in name and value == values.get("vocab_size"):
+        if rows is not None and "vocab" in name and value == rows:
             cut[name] = VOCAB_SIZE  # whatever the real one is: the probes' tokens need it
     rotary = values.get("qk_rope_head_dim")
     if rotary is not None:

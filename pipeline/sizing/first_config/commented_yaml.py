@@ -16,7 +16,8 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.first_config.method import inner_width, narrowest_map
 from pipeline.sizing.first_config.schedule import MUON_RATE_FACTOR
-from pipeline.sizing.first_config.texts import TextMeasure
+from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.sizing.first_config.time_limit import TimeLimit
 from pipeline.sizing.first_config.wanted import FirstRun
 
 _MUON_STATE_BYTES = 12
@@ -27,6 +28,7 @@ def as_yaml(
     values: dict[str, Any],
     comments: dict[str, str],
     learned: TextMeasure,
+    time: str = "",
 ) -> str:
     """The settings as YAML, with comments above the sections.
 
@@ -34,6 +36,7 @@ def as_yaml(
         values: the settings.
         comments: comments by section, to which those of this function are added.
         learned: the texts.
+        time: a comment on the duration, for the section `schedule`.
     """
     comments = comments | {
         "name": (
@@ -41,7 +44,7 @@ def as_yaml(
             "docs/configuration.md explains every setting; `scale-cpt config show` with this file "
             "prints all, with\nthe defaults of those that are not here."
         ),
-        "schedule": _schedule_comment(values, learned),
+        "schedule": _schedule_comment(values, learned) + time,
     }
     text = ""
     for key, value in values.items():
@@ -150,15 +153,33 @@ def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
     )
 
 
-def layout_comment(spec: DecoderSpec, cluster: Cluster) -> str:
+def layout_comment(spec: DecoderSpec, cluster: Cluster, dtype: torch.dtype) -> str:
     comment = (
-        f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
-        "`scale-cpt estimate` compares others."
+        f"The first layout that fits on {cluster.gpus} {cluster.processes} of "
+        f"{cluster.gpu_memory_gib:g} GiB; `scale-cpt estimate` compares others."
     )
+    if cluster.on_cpu and dtype == torch.bfloat16:
+        comment += "\nIn bf16, in which this processor is faster."
     reason = unsupported_in(spec, torch.bfloat16)
     if reason is not None:
         comment += f"\nIn fp32: this is a base {reason}."
     return comment
+
+
+def time_comment(values: dict[str, Any], limit: TimeLimit | None, learned: TextMeasure) -> str:
+    """What a limit of time has left of the run, after a line break; empty where it is all."""
+    if limit is None:
+        return ""
+    schedule = values["schedule"]
+    read = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
+    useful = tokens_to_read(learned)
+    if read >= 0.9 * useful:
+        return ""
+    given = "" if limit.given else ", the default on CPUs"
+    return (
+        f"\nIn {limit.hours:g} hours{given}, the whole job included; "
+        f"as much as is useful would be {useful:,} tokens (--hours)."
+    )
 
 
 def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config.gate import GateSettings
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.sizing.first_config.texts import TextMeasure
 from pipeline.sizing.first_config.wanted import FirstRun
 
 _CHATS_HELDOUT = 0.01
@@ -17,9 +17,14 @@ threshold, and as much again in reserve."""
 
 
 def corpora_section(
-    wanted: FirstRun, learned: TextMeasure, known: TextMeasure, tokenizer: Tokenizer, length: int
+    wanted: FirstRun,
+    learned: TextMeasure,
+    known: TextMeasure,
+    tokenizer: Tokenizer,
+    length: int,
+    read: int,
 ) -> dict[str, Any]:
-    """The section `data.corpora`."""
+    """The section `data.corpora` of a run that reads `read` tokens in sequences of `length`."""
     new = _corpus(learned, length)
     if wanted.text_key != "text":
         new["text_key"] = wanted.text_key
@@ -29,7 +34,7 @@ def corpora_section(
     if wanted.gated and not wanted.has_chats:
         most = _GATE_TEXT * GateSettings().tokens
     sample: dict[str, Any] = {
-        "tokens": max(20_000, min(most, tokens_to_read(learned) // 300)),
+        "tokens": max(20_000, min(most, read // 300)),
         "max_tokens": min(length, 2048),
     }
     if not tokenizer.document_start:

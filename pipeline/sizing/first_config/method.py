@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import GATE_LAYER, Widths
+from pipeline.sizing.first_config.texts import TextMeasure
 
 _WIDER_BY = 1 / 8
 """Added width as a share of each of the base's widths, as in the paper."""
@@ -27,6 +29,11 @@ _LOW_RANK = 8
 _RANK_SHARE = 1 / 8
 """Rank of LoRA under a gate, as a share of the hidden size. The change of a map by one step then
 does not depend on the width. Adapters have 15 to 19 % of the parameters of Llama 1B, 8B and 70B."""
+_RANK_STEP = 4
+"""By what the rank is divided where memory is short."""
+_MIN_COUNTS = (OwnRows().min_count, 10, 5, 2, 1)
+_FREQUENT_SHARE = 0.5
+"""The least share of the new text's tokens that should have rows of their own."""
 _MULTIPLE_OF = 8
 """Added widths are multiples of it: tensor cores and their kernels need aligned sizes."""
 
@@ -59,7 +66,31 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
 
 
-def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
+def smaller_methods(method: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The method, then what takes less memory: without rows, then with lower ranks too."""
+    yield method
+    if "own_rows" in method:
+        method = {name: value for name, value in method.items() if name != "own_rows"}
+        yield method
+    while method["name"] == "lora" and method["rank"] >= _RANK_STEP * _LOW_RANK:
+        method = {**method, "rank": method["rank"] // _RANK_STEP}
+        yield method
+
+
+def min_count_of(learned: TextMeasure) -> int:
+    """How often a token must occur in the new text to get rows of its own.
+
+    It is the default, or less in a small corpus, of whose tokens hardly any is so frequent.
+    """
+    for min_count in _MIN_COUNTS:
+        if learned.share_of_frequent(min_count) >= _FREQUENT_SHARE:
+            return min_count
+    return _MIN_COUNTS[-1]
+
+
+def method_under_gate(
+    spec: DecoderSpec, *, with_rows: bool, min_count: int = OwnRows().min_count
+) -> dict[str, Any]:
     """The section `method` for a run with a gate, with weights that only open tokens read.
 
     Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
@@ -67,8 +98,9 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
     there a dense expansion stands beside them.
     """
     if isinstance(spec, HostedSpec):
-        return _hosted_with_own_weights(scale_method(spec), spec, with_rows=with_rows)
-    own = _rows_and_gains(with_rows=with_rows)
+        own = _rows_and_gains(min_count if with_rows else None)
+        return _hosted_with_own_weights(scale_method(spec), spec, own)
+    own = _rows_and_gains(min_count if with_rows else None)
     if spec.mixture is None:
         # No rank may be above that of a map. Large bases have few key/value heads.
         rank = min(_multiple(_RANK_SHARE * spec.widths.hidden_size), narrowest_map(spec))
@@ -84,7 +116,7 @@ def method_under_gate(spec: DecoderSpec, *, with_rows: bool) -> dict[str, Any]:
 
 
 def _hosted_with_own_weights(
-    method: dict[str, Any], spec: HostedSpec, *, with_rows: bool
+    method: dict[str, Any], spec: HostedSpec, own: dict[str, Any]
 ) -> dict[str, Any]:
     """The method with as many weights of open tokens' own as a hosted base supports.
 
@@ -92,8 +124,7 @@ def _hosted_with_own_weights(
     """
     l_fp = min(GATE_LAYER, spec.num_layers - 1)
     gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
-    own = {**_rows_and_gains(with_rows=with_rows), "low_rank": _LOW_RANK}
-    for name, value in own.items():
+    for name, value in {**own, "low_rank": _LOW_RANK}.items():
         one_more = {**gated, name: value}
         try:
             check_hosted_method(ScaleMethod.model_validate(one_more), spec)
@@ -103,11 +134,11 @@ def _hosted_with_own_weights(
     return gated
 
 
-def _rows_and_gains(*, with_rows: bool) -> dict[str, Any]:
-    """The settings of own gains, and of own rows before them if they are wanted."""
+def _rows_and_gains(min_count: int | None) -> dict[str, Any]:
+    """The settings of own gains, and before them, where `min_count` is given, of own rows."""
     own: dict[str, Any] = {}
-    if with_rows:
-        own["own_rows"] = {"min_count": OwnRows().min_count}
+    if min_count is not None:
+        own["own_rows"] = {"min_count": min_count}
     own["own_gains"] = True
     return own
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.sizing.first_config.texts import TextMeasure
 
 _PAPER_HIDDEN_SIZE = 2048
 _PAPER_RATE = 1e-3
@@ -16,6 +16,9 @@ MUON_RATE_FACTOR = 2
 _LONGEST = 8192
 _SHORTEST = 64
 """Bounds of a sequence's length in tokens."""
+_SHORT_CONTEXT = 1024
+_SHORTEST_OF_LONG_CONTEXT = 256
+"""The shortest sequences of a base whose context is above _SHORT_CONTEXT."""
 _SEQUENCES = 4096
 """The fewest sequences that a run should read: a run of little text has shorter sequences."""
 _STEPS = 1000
@@ -59,15 +62,22 @@ def stages_section(
     ]
 
 
-def schedule_section(
-    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster, *, by_muon: bool
-) -> tuple[dict[str, Any], int]:
-    """The section `schedule`, and the length of a sequence."""
-    read = tokens_to_read(learned)
-    length = min(_LONGEST, 2 ** int(math.log2(spec.max_position_embeddings)))
-    while read < _SEQUENCES * length and length > _SHORTEST:
+def wanted_length(read: int, spec: DecoderSpec) -> int:
+    """The tokens of a sequence, for a run that reads `read` tokens."""
+    context = 2 ** int(math.log2(spec.longest_document))
+    length = min(_LONGEST, context)
+    while read < _SEQUENCES * length and length > _SHORTEST_OF_LONG_CONTEXT:
         length //= 2
+    # Not with a context of thousands of tokens: such a base would learn to read beginnings alone.
+    while read < _SEQUENCES * length and length > _SHORTEST and context <= _SHORT_CONTEXT:
+        length //= 2
+    return length
 
+
+def schedule_section(
+    read: int, length: int, spec: DecoderSpec, cluster: Cluster, *, by_muon: bool
+) -> dict[str, Any]:
+    """The section `schedule` of a run that reads `read` tokens in sequences of `length`."""
     # A power of two near the wanted tokens of a step, then a multiple of the GPUs.
     step_tokens = min(_LARGEST_STEP, read / _STEPS)
     sequences = max(_SMALLEST_BATCH, 2 ** round(math.log2(max(1.0, step_tokens / length))))
@@ -86,4 +96,4 @@ def schedule_section(
         rate *= MUON_RATE_FACTOR
         schedule["optimizer"] = "muon"
     schedule["learning_rate"] = float(f"{rate:.1e}")
-    return schedule, length
+    return schedule

@@ -25,6 +25,7 @@ class FirstRun:
         gated: whether the run has a gate, which learns from self-generated text to stay closed.
             Without a gate the model trains on self-generated text, and may be exported as an
             ordinary model.
+        hours: how long the job may take; None: a day on CPUs, on GPUs as long as the texts take.
     """
 
     name: str
@@ -38,6 +39,7 @@ class FirstRun:
     new_chats: Sequence[str] = ()
     messages_key: str = "messages"
     gated: bool = True
+    hours: float | None = None
 
     @property
     def has_chats(self) -> bool:

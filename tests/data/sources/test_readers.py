@@ -244,3 +244,43 @@ def test_bytes_that_an_encoding_does_not_have_cost_their_record(tmp_path: Path):
     (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS) + b'{"text": "\xff"}\n' * 9)
     with pytest.raises(DataError, match="raise --max-bad-fraction"):  # too few for an encoding
         tokenize(tmp_path / "out", tmp_path / "x.jsonl", max_bad_fraction=0.01)
+
+
+EMPTY_COLUMNS = {
+    "no rows": pa.array([], pa.string()),
+    "no rows of another type": pa.array([], pa.float64()),
+    "nulls": pa.array([None] * 9, pa.string()),
+    "nulls of another type": pa.array([None] * 9, pa.float64()),
+    "nulls of no type": pa.nulls(9),
+}
+
+
+@pytest.mark.parametrize("end", [".parquet", ".arrow"])
+@pytest.mark.parametrize("column", EMPTY_COLUMNS)
+def test_a_shard_without_texts_has_no_rows(
+    tmp_path: Path, column: str, end: str, caplog: pytest.LogCaptureFixture
+):
+    """Beside others that have some; pandas gives such a column any type."""
+
+    def write(path: Path, texts: pa.Array) -> Path:
+        table = pa.table({"text": texts})
+        if end == ".parquet":
+            pq.write_table(table, path, row_group_size=4)
+        else:
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as to:
+                to.write_table(table, max_chunksize=4)
+        return path
+
+    empty = write(tmp_path / f"empty{end}", EMPTY_COLUMNS[column])
+    full = write(tmp_path / f"full{end}", pa.array(["one", None, "two"]))
+    assert texts_of(empty, full) == ["one", "text_not_string", "two"]
+    assert f"{empty}: has no text under text: it gives no document" in caplog.text
+    wrong = write(tmp_path / f"wrong{end}", pa.array([1.0, None]))
+    with pytest.raises(DataError, match="expected strings in the column 'text', found double"):
+        texts_of(wrong)
+
+
+def test_a_corpus_of_nothing_but_empty_shards_is_refused(tmp_path: Path):
+    pq.write_table(pa.table({"text": pa.nulls(3)}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="no usable document in 0 records"):
+        tokenize(tmp_path / "out", tmp_path / "x.parquet")

@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize import unit_documents
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.unit_records import QUARANTINE
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.encoders import Encoded, GigatokenEncoder
 from pipeline.errors import TRANSIENT_FAULT, DataError
@@ -42,6 +44,7 @@ from tests.data.helpers import (
     write_jsonl,
 )  # fmt: skip
 from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, SmallDisk, refuse_calls
+from tests.files import read_jsonl
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
@@ -428,3 +431,34 @@ def test_after_a_wrong_text_key_the_right_one_begins_anew(tmp_path: Path):
     assert tokenize(tmp_path / "out", path, text_key="body").documents == 20
     with pytest.raises(DataError, match="begun with another text key"):
         tokenize(tmp_path / "out", path)
+
+
+def test_a_record_that_is_most_of_the_text_stops_the_job_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """One of 202 records, but 99.5 % of the text."""
+    path = tmp_path / "huge.jsonl"
+    records = [*(["a b " * 200] * 200), "word " * 7_000_000, "end"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
+    stopped = (
+        rf"35,000,012 of 35,160,\d+ bytes of text \(99.5%\) are in the 1 bad of 202 records, more "
+        rf"than --max-bad-fraction 0.01 allows: {path} at 162600: too_large .*; split records of "
+        "more than 32 MiB"
+    )
+    with pytest.raises(DataError, match=stopped) as error:
+        tokenize(tmp_path / "out", path, max_bad_fraction=0.01)
+    assert "\n" not in str(error.value)
+    made = tokenize(tmp_path / "out", path, max_bad_fraction=1.0)
+    assert (made.documents, made.rejected) == (201, {"too_large": 1})
+    assert f"1 records rejected, 35000012 bytes of text; the largest: {path} at" in caplog.text
+    (listed,) = read_jsonl(tmp_path / "out" / QUARANTINE)
+    assert (listed["reason"], listed["size"]) == ("too_large", 35_000_012)
+
+
+def test_a_few_short_bad_records_stop_no_job(tmp_path: Path):
+    """Records without text lose nothing, whatever else is in them."""
+    texts = [*documents(300), "", "   "]
+    lines = [json.dumps({"text": text, "page": "<html>" * 2000}) + "\n" for text in texts]
+    (tmp_path / "x.jsonl").write_text("".join(lines))
+    made = tokenize(tmp_path / "out", tmp_path / "x.jsonl", max_bad_fraction=0.01)
+    assert (made.documents, made.rejected) == (300, {"empty_text": 2})

@@ -33,7 +33,7 @@ def write_pairs(path: Path, *more: object) -> Path:
 
 @pytest.mark.parametrize("unit_bytes", [700, 10**9])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prompt_and_answer_are_encoded_separately_and_recognized(
+def test_prompt_and_answer_are_encoded_together_and_recognized(
     tmp_path: Path, kind: str, unit_bytes: int
 ):
     path = write_pairs(tmp_path / "x.jsonl")

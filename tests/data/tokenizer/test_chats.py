@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import IGNORED, PackedCorpus
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.unit_records import QUARANTINE
+from pipeline.data.tokenizer.chat_messages import message_of
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
@@ -117,7 +119,7 @@ def test_a_template_whose_answers_cannot_be_found_is_refused(model, tmp_path):
     chat_template.cache_clear()
     make(model, tmp_path / "brackets", [CHAT])
     prompt = "[INST] Who ran home?  [/INST]"
-    assert stored_pairs(tmp_path / "brackets")[0] == pair_ids(prompt, " Tom. ")
+    assert stored_pairs(tmp_path / "brackets")[0] == pair_ids(prompt, " Tom. ", start=())
 
 
 def test_chats_without_an_answer_are_refused(model, tmp_path):
@@ -149,7 +151,7 @@ def test_the_loss_is_on_each_learned_answer_once_however_chats_are_packed(chats,
             messages.append({"role": "user", "content": " ".join(asked)})
             messages.append({"role": "assistant", "content": answer, "train": is_learned})
             if is_learned:
-                answers.append(pair_ids("", answer)[1])
+                answers.append(pair_ids("assistant: ", answer)[1])
         records.append(messages)
     assume(answers)
     with tempfile.TemporaryDirectory() as name:
@@ -211,7 +213,7 @@ def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, c
     assert made.chat_date == "2025-01-01"
     assert "its chat template asks for today's date; it is told 2025-01-01" in caplog.text
     framed = "[user 01 Jan 2025] Who ran home? [assistant 01 Jan 2025] "
-    assert stored_pairs(tmp_path / "out")[0] == pair_ids(framed, "Tom.")
+    assert stored_pairs(tmp_path / "out")[0] == pair_ids(framed, "Tom.", start=())
     with pytest.raises(
         DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"
     ):
@@ -219,7 +221,7 @@ def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, c
     other = make(model, tmp_path / "other", [CHAT], chat_date=date(2024, 2, 29))
     assert other.chat_template != made.chat_template
     assert stored_pairs(tmp_path / "other")[0] == pair_ids(
-        framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom."
+        framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom.", start=()
     )
 
     texts = [
@@ -326,3 +328,255 @@ def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
     assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(
         ids[~prompt]
     )
+
+
+def written(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """The ids of the prompts and answers of a corpus, as numbers of Python."""
+    pairs = stored_pairs(folder)
+    return [([*map(int, prompt)], [*map(int, answer)]) for prompt, answer in pairs]
+
+
+def chats_of(case: str) -> list[Any]:
+    return [record["messages"] for record in read_jsonl(CASES / case)]
+
+
+@pytest.mark.parametrize("build", ["llama2_build", "mistral_v03_build"])
+def test_an_answer_begins_with_the_token_of_the_whole_chat(tmp_path: Path, build: str):
+    """Encoded alone it would begin with another one, in builds that put a space before a text."""
+    case = CASES / "32_chat_first_answer_token"
+    tokenize(tmp_path / "out", case / "x.jsonl", tokenizer=case / build, messages_key="messages")
+    library = AutoTokenizer.from_pretrained(case / build)
+    (messages,) = chats_of("32_chat_first_answer_token/x.jsonl")
+    for (prompt, answer), count in zip(written(tmp_path / "out"), (2, 4), strict=True):
+        whole = library.apply_chat_template(messages[:count], return_dict=False)
+        asked = library.apply_chat_template(
+            messages[: count - 1], add_generation_prompt=True, return_dict=False
+        )
+        assert prompt + answer == whole and prompt == asked
+    alone = library.encode(messages[1]["content"], add_special_tokens=False)
+    assert alone[0] not in written(tmp_path / "out")[0][1], "or nothing is tried"
+
+
+@pytest.mark.parametrize("build", ["llama2_build", "mistral_v03_build"])
+def test_the_text_behind_a_prompt_begins_as_in_both_together(tmp_path: Path, build: str):
+    """Also where a token is of both: it is the text's."""
+    folder = CASES / "32_chat_first_answer_token" / build
+    records = [
+        {"question": "질문:", "answer": "영화는 3이다."},
+        {"question": "Who ran? ", "answer": "The dog."},
+        {"question": "Say On", "answer": "e day."},
+    ]
+    write_records(tmp_path / "x.jsonl", records)
+    tokenize(
+        tmp_path / "out",
+        tmp_path / "x.jsonl",
+        tokenizer=folder,
+        prompt_key="question",
+        text_key="answer",
+    )
+    library = AutoTokenizer.from_pretrained(folder)
+    loaded = load_tokenizer(folder)
+    start, end = [*loaded.document_start], [*loaded.document_end]
+    pairs = written(tmp_path / "out")
+    for (prompt, answer), record in zip(pairs, records, strict=True):
+        whole = library.encode(record["question"] + record["answer"], add_special_tokens=False)
+        assert prompt + answer == [*start, *whole, *end]
+        text = library.decode(answer, skip_special_tokens=True)
+        assert text.strip().endswith(record["answer"])
+    assert library.convert_ids_to_tokens(pairs[1][1][0]) == "▁The", "its space is the prompt's"
+
+
+def test_a_chat_begins_as_its_template_has_it_or_as_the_setting_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    case = CASES / "33_chat_no_bos"
+    library = AutoTokenizer.from_pretrained(case / "tokenizer")
+    (messages,) = chats_of("33_chat_no_bos/x.jsonl")
+    asked = library.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    settings: dict[str, Any] = {"tokenizer": case / "tokenizer", "messages_key": "messages"}
+    with caplog.at_level("INFO", logger="pipeline"):
+        tokenize(tmp_path / "template", case / "x.jsonl", **settings)
+    assert "begins chats with no token, its tokenizer other texts with <s>" in caplog.text
+    assert "chats begin as the template has it (chat_start)" in caplog.text
+    assert written(tmp_path / "template")[0][0] == asked
+    tokenize(tmp_path / "tokenizer", case / "x.jsonl", chat_start="tokenizer", **settings)
+    text = library.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    with_start = library.encode(f"<s>{text}", add_special_tokens=False)
+    assert written(tmp_path / "tokenizer")[0][0] == with_start
+    assert with_start[0] == library.bos_token_id != asked[0]
+    with pytest.raises(DataError, match="begun with another chat template"):
+        tokenize(tmp_path / "template", case / "x.jsonl", chat_start="tokenizer", **settings)
+
+
+def test_a_template_that_agrees_says_nothing_and_has_one_start(
+    model, tmp_path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO", logger="pipeline"):
+        make(model, tmp_path / "out", [CHAT])
+        make(model, tmp_path / "other", [CHAT], chat_start="tokenizer")
+    assert "begins chats with" not in caplog.text
+    assert written(tmp_path / "out") == written(tmp_path / "other")
+
+
+def test_keys_that_are_null_are_absent(tmp_path: Path):
+    """As Parquet and `datasets` fill them in, at any depth."""
+    case = CASES / "34_chat_null_keys"
+    made = tokenize(
+        tmp_path / "table",
+        case / "x.parquet",
+        tokenizer=case / "tokenizer",
+        messages_key="messages",
+    )
+    tokenizer = load_tokenizer(case / "tokenizer")
+    texts = [tokenizer.decode(prompt + answer) for prompt, answer in written(tmp_path / "table")]
+    assert made.documents and not any("None" in text for text in texts), texts
+    made = tokenize(
+        tmp_path / "calls",
+        case / "null_tool_calls.jsonl",
+        tokenizer=case / "tokenizer_tool_calls",
+        messages_key="messages",
+    )
+    assert (made.documents, made.rejected) == (3, {})
+    assert message_of({"role": "user", "content": "a", "x": {"y": None, "z": [{"w": None}]}}) == {
+        "role": "user",
+        "content": "a",
+        "x": {"z": [{}]},
+    }
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
+
+
+@pytest.mark.parametrize("form", ["list", "json", "parquet", "parquet_json"])
+def test_tools_are_given_to_the_template(tmp_path: Path, form: str):
+    records = read_jsonl(CASES / "35_chat_tools" / "x.jsonl")
+    path = tmp_path / "x.jsonl"
+    if form.endswith("json"):
+        records = [{**record, "tools": json.dumps(record["tools"])} for record in records]
+    if form.startswith("parquet"):
+        path = tmp_path / "x.parquet"
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        write_records(path, records)
+    folder = CASES / "35_chat_tools" / "tokenizer"
+    made = tokenize(tmp_path / "out", path, tokenizer=folder, messages_key="messages")
+    library = AutoTokenizer.from_pretrained(folder)
+    expected = library.apply_chat_template(
+        records[0]["messages"][:1], tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
+    assert made.documents == 3 and written(tmp_path / "out")[0][0] == expected
+    assert "get_weather" in library.decode(expected), "or nothing is tried"
+
+
+def test_tools_that_a_template_does_not_describe_are_refused(tmp_path: Path):
+    folder = CASES / "34_chat_null_keys" / "tokenizer"
+    (record, *_) = read_jsonl(CASES / "35_chat_tools" / "x.jsonl")
+    bad = [record, {**record, "tools": "no JSON"}, {**record, "tools": [1]}]
+    without = [{**record, "tools": None}, {**record, "tools": []}, {**record, "tools": ""}]
+    write_records(tmp_path / "x.jsonl", [*bad, *without])
+    made = tokenize(
+        tmp_path / "out", tmp_path / "x.jsonl", tokenizer=folder, messages_key="messages"
+    )
+    assert (made.documents, made.rejected) == (3, {"messages_not_usable": 3})
+    details = [line["detail"] for line in read_jsonl(tmp_path / "out" / QUARANTINE)]
+    assert details[0].startswith("has tools, of which the chat template says nothing")
+    assert details[1:] == [
+        "tools: expected JSON, found 'no JSON'",
+        "tools: expected a list of objects, found [1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "<|im_end|>\n<|im_start|>system", "content": "a"},
+        {"role": "user", "content": "a", "name": "<|im_end|>"},
+        {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "<|im_start|>"}}]},
+        {"role": "user", "content": "a", "more": {"<|im_end|>": 1}},
+    ],
+)
+def test_a_message_spells_no_special_token_anywhere(tmp_path: Path, message: dict[str, Any]):
+    folder = CASES / "15_chat" / "chatml"
+    chats = [[message, {"role": "assistant", "content": "b"}]]
+    path = write_chats(tmp_path / "x.jsonl", *chats)
+    made = tokenize(
+        tmp_path / "plain",
+        path,
+        *[write_usable(tmp_path)],
+        tokenizer=folder,
+        messages_key="messages",
+    )
+    assert made.rejected == {"messages_not_usable": 1}
+    (line,) = read_jsonl(tmp_path / "plain" / QUARANTINE)
+    assert line["detail"].startswith("message 0: spells <|im_")
+
+
+def write_usable(folder: Path) -> Path:
+    return write_chats(folder / "usable.jsonl", chat(("user", "q"), ("assistant", "a")))
+
+
+def write_records(path: Path, records: list[Any]) -> Path:
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "is_learned"),
+    [
+        ("false", False),
+        ("False", False),
+        ("0", False),
+        (0, False),
+        (0.0, False),
+        ("true", True),
+        (1, True),
+        (None, True),
+        ("no", None),
+        (0.5, None),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize("key", ["train", "weight"])
+def test_whether_an_answer_is_learned_may_be_a_string(
+    tmp_path: Path, key: str, value: object, is_learned: bool | None
+):
+    folder = CASES / "15_chat" / "chatml"
+    messages = chat(("user", "q"), ("assistant", "a"))
+    messages[1][key] = value
+    path = write_chats(tmp_path / "x.jsonl", messages)
+    made = tokenize(
+        tmp_path / "out", path, write_usable(tmp_path), tokenizer=folder, messages_key="messages"
+    )
+    if is_learned is None:
+        assert made.rejected == {"messages_not_usable": 1}
+    else:
+        assert made.documents == 1 + is_learned, made.rejected
+
+
+def test_prompt_and_completion_of_trl_are_a_chat_whose_completion_is_learned(tmp_path: Path):
+    folder = CASES / "15_chat" / "chatml"
+    whole = chat(("user", "q"), ("assistant", "read"), ("user", "r"), ("assistant", "learned"))
+    records = [{"prompt": whole[:3], "completion": whole[3:]}]
+    write_records(tmp_path / "x.jsonl", records)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    expected_ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        whole[:3], add_generation_prompt=True, return_dict=False
+    )
+    tokenizer = load_tokenizer(folder)
+    for name in ("x.jsonl", "x.parquet"):
+        output = tmp_path / name.replace(".", "-")
+        made = tokenize(output, tmp_path / name, tokenizer=folder, messages_key="prompt")
+        ((prompt, answer),) = written(output)
+        assert (made.documents, prompt) == (1, expected_ids)
+        assert tokenizer.decode(answer).startswith("learned")
+    with pytest.raises(
+        DataError, match="a list of objects; messages of a chat are named as messages_key"
+    ):
+        tokenize(
+            tmp_path / "pairs",
+            tmp_path / "x.jsonl",
+            prompt_key="prompt",
+            text_key="completion",
+            max_bad_fraction=0.0,
+        )

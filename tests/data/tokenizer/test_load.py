@@ -10,11 +10,14 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize.documents import texts
+from pipeline.data.tokenizer import encoders
 from pipeline.data.tokenizer.encoders import Encoder, agree
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
 from studies.harness.random_base import train_tokenizer
-from tests.data.helpers import STORIES260K, documents
+from tests.data.helpers import CASES, STORIES260K, documents, tokenize
 
 
 def word_level(folder: Path, vocabulary: dict[str, int]) -> Path:
@@ -31,12 +34,12 @@ def ids_of(encoder: Encoder, texts: list[str]) -> list[list[int]]:
 
 
 def test_ids_are_those_of_transformers():
-    ours, texts = load_tokenizer(STORIES260K), documents(50)
+    ours, made_up = load_tokenizer(STORIES260K), documents(50)
     expected = transformers.AutoTokenizer.from_pretrained(STORIES260K)(
-        texts, add_special_tokens=False
+        made_up, add_special_tokens=False
     )["input_ids"]
     assert ours.fast is not None
-    assert ids_of(ours.reference, texts) == ids_of(ours.fast, texts) == expected
+    assert ids_of(ours.reference, made_up) == ids_of(ours.fast, made_up) == expected
     assert (ours.vocab_size, ours.document_start, ours.document_end) == (512, (1,), (2,))
 
 
@@ -97,9 +100,10 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     ]
     respelled["model"] = {**described["model"], "merges": merges}
     assert fingerprint_of(respelled) == original
-    texts = documents(20)
     ours, whole = load_tokenizer(tmp_path, end_of_document="</s>"), load_tokenizer(STORIES260K)
-    assert agree(ours.reference, whole.reference, texts), "the truncation does not cut documents"
+    assert agree(ours.reference, whole.reference, documents(20)), (
+        "the truncation does not cut documents"
+    )
     other = {**described, "model": {**described["model"], "merges": merges[:-1]}}
     assert fingerprint_of(other) != original
 
@@ -107,10 +111,55 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
 def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    encoders._say_once.cache_clear()
     with caplog.at_level("INFO", logger="pipeline"):
-        tokenizer = load_tokenizer(word_level(tmp_path / "t", {"a": 0, "</s>": 1}))
+        for number in range(3):  # as a command does that opens its tokenizer in several places
+            path = word_level(tmp_path / f"t{number}", {"a": 0, "</s>": 1})
+            assert load_tokenizer(path).fast is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "gigatoken, the fast encoder, does not support this tokenizer: tokenizers encodes, which "
+        "is slower"
+    ]
+
+
+SINGLE_WORD = CASES / "31_single_word_token" / "tokenizer"
+
+
+def test_a_token_that_matches_whole_words_is_encoded_as_by_the_reference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """gigatoken does not know `single_word`."""
+    encoders._say_once.cache_clear()
+    with caplog.at_level("INFO", logger="pipeline"):
+        tokenizer = load_tokenizer(SINGLE_WORD)
     assert tokenizer.fast is None
-    assert "gigatoken" in caplog.text and "tokenizers encodes" in caplog.text
+    assert "gigatoken, the fast encoder, has other ids on 'x영화x" in caplog.text
+    inputs = CASES / "31_single_word_token" / "x.jsonl"
+    tokenize(tmp_path / "out", inputs, tokenizer=SINGLE_WORD)
+    corpus = TokenCorpus(tmp_path / "out")
+    library = Tokenizer.from_file(str(SINGLE_WORD / "tokenizer.json"))
+    expected: list[int] = []
+    for text in texts([str(inputs)]):
+        expected += [*library.encode(text).ids, *tokenizer.document_end]
+    assert corpus.read(0, corpus.tokens).tolist() == expected
+    assert any("영화는" in text for text in texts([str(inputs)])), "or nothing is tried"
+
+    described = json.loads((SINGLE_WORD / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token["single_word"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    assert load_tokenizer(tmp_path).fast is not None
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "special"])
+def test_the_fast_encoder_knows_the_other_flags_of_added_tokens(tmp_path: Path, flag: str):
+    described = json.loads((SINGLE_WORD / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token.update({"single_word": False, flag: True})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = load_tokenizer(tmp_path, end_of_document="<|endoftext|>")
+    assert tokenizer.fast is not None
+    assert agree(tokenizer.fast, tokenizer.reference, ["영화는 \n 영화  좋다 x영화"])
 
 
 def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():

@@ -2,7 +2,8 @@
 
 The guarantee, for every text: one without a character of `character_rows` (after the tokenizer's
 normalizer) is cut exactly as before. With BPE, any other is cut as before, but for runs of old
-tokens that became one new token each. docs/adr/0023-old-cuts-stay.md proves it.
+tokens that became one new token each. The proof is in
+docs/adr/0023-an-extended-tokenizer-splits-old-text-as-before.md.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def join_extensions(folder: Path, other: Path) -> None:
     Both lie beside trained models.
 
     Their tokens hold characters of different rows, so a text without those of one tokenizer is cut
-    as by the other (docs/adr/0023-old-cuts-stay.md).
+    as by the other (docs/adr/0023-an-extended-tokenizer-splits-old-text-as-before.md).
 
     Raises:
         DataError: they have tokens for the same characters.

@@ -1,1 +1,0 @@
-"""One base with several expansions beside each other."""

@@ -1,0 +1,7 @@
+"""The project's own extensions: a package each, with everything of one optional feature.
+
+The core imports none of them; `pipeline.extension` finds them by these names.
+"""
+
+NAMES = ("cleaning", "self_generated", "combination", "full_difference")
+"""In the order in which the core asks them."""

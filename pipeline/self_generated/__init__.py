@@ -1,1 +1,0 @@
-"""Text that a base model writes itself, as a token corpus."""

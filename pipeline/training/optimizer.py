@@ -1,0 +1,52 @@
+"""The optimizer of a run's trained parameters, as ZeRO takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config.schedule import Schedule
+from pipeline.methods.parameter_groups import trained_groups
+from pipeline.optimizers.adamw import ADAMW
+from pipeline.optimizers.optimizer import optimizer_named
+from pipeline.parallel.sharding import named_trained_parameters
+
+
+def make_optimizer(
+    model: nn.Module,
+    schedule: Schedule,
+    *,
+    resting: Iterable[str] = (),
+    trained_before: Sequence[Sequence[str]] = (),
+) -> torch.optim.AdamW:
+    """The optimizer of the trained parameters alone, in the groups of `schedule`.
+
+    A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
+    For `resting` and `trained_before` see `parameter_groups`.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    trained = dict(named_trained_parameters(model))
+    groups: list[dict[str, Any]] = []
+    kind = ADAMW.name
+    groups_of_stage = trained_groups(
+        model, schedule, resting=resting, trained_before=trained_before
+    )
+    for group in groups_of_stage:
+        if group.optimizer != ADAMW.name:
+            kind = group.optimizer
+        groups.append(
+            {
+                "params": [trained[name] for name in group.names],
+                "names": group.names,
+                "learning_rate_factor": group.learning_rate_factor,
+                "weight_decay": group.weight_decay,
+                "optimizer": group.optimizer,
+            }
+        )
+    # Where a stage trains nothing that the run's optimizer updates, AdamW is all of it.
+    return optimizer_named(kind).make(groups, schedule)

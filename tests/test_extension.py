@@ -1,0 +1,126 @@
+"""What extensions give, and what is refused of those that other distributions bring."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.extension import ENTRY_POINT, Extension, extensions
+from pipeline.extensions import NAMES
+
+GREETING = '''
+"""Greets.
+
+    scale-cpt greet
+"""
+from pipeline.extension import Command, Extension
+
+
+def add_options(parser):
+    parser.add_argument("--loud", action="store_true", help="in capitals")
+
+
+def main(arguments):
+    print("HELLO" if arguments.loud else "hello")
+
+
+class Greeting(Extension):
+    name = "{name}"
+    requires = {requires}
+
+    def commands(self):
+        return {{"{command}": Command("Greets.", module="greeting", after="train")}}
+
+
+EXTENSION = Greeting()
+'''
+
+
+def distribution(
+    folder: Path,
+    *,
+    name: str = "greeting",
+    requires: tuple[str, ...] = (),
+    command: str = "greet",
+    value: str = "greeting:EXTENSION",
+) -> Path:
+    """A folder of packages that holds an installed distribution with one extension."""
+    source = GREETING.format(name=name, requires=requires, command=command)
+    (folder / "greeting.py").write_text(source)
+    info = folder / "greeting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT}]\ngreeting = {value}\n")
+    return folder
+
+
+def scale_cpt(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`scale-cpt` where the packages of the folder `installed` can be imported too."""
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_projects_own_extensions_have_the_names_of_their_packages():
+    own = [one for one in extensions() if type(one).__module__.startswith("pipeline.extensions.")]
+    assert tuple(one.name for one in own) == NAMES
+    packages = Path(__file__).parents[1] / "pipeline" / "extensions"
+    assert {path.parent.name for path in packages.glob("*/__init__.py")} == set(NAMES)
+
+
+def test_an_extension_that_gives_nothing_changes_nothing():
+    nothing = Extension()
+    assert not nothing.commands()
+    assert not nothing.input_checks("dry run")
+
+
+def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_path):
+    installed = distribution(tmp_path)
+    listed = scale_cpt(installed, "--help").stdout
+    assert listed.index("\n    train ") < listed.index("\n    greet ") < listed.index("\n    gate ")
+    done = scale_cpt(installed, "greet", "--loud")
+    assert (done.returncode, done.stdout) == (0, "HELLO\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"name": "cleaning"},
+            "error: extension cleaning: installed twice, by pipeline.extensions.cleaning and "
+            "greeting; uninstall one of the two\n",
+        ),
+        (
+            {"requires": ("politeness",)},
+            "error: extension greeting: requires the extension politeness, which is not installed; "
+            "install the distribution that has it\n",
+        ),
+        (
+            {"command": "train"},
+            "error: extension greeting: its command train is there already, as "
+            "pipeline.commands.train; give it another name\n",
+        ),
+        (
+            {"value": "greeting:Greeting"},
+            "error: extension greeting: expected greeting:Greeting to be an instance of "
+            "pipeline.extension.Extension, found type\n",
+        ),
+        (
+            {"value": "gretting:EXTENSION"},
+            "error: extension greeting: gretting:EXTENSION cannot be imported (ModuleNotFoundError: No "
+            "module named 'gretting'); repair or uninstall its distribution\n",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_used_ends_in_one_line(tmp_path, changes, message):
+    done = scale_cpt(distribution(tmp_path, **changes), "status", "runs/none")
+    assert (done.returncode, done.stderr) == (2, message)

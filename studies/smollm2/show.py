@@ -1,6 +1,8 @@
-"""Prints the table that `make real` ends with: what each run learned, what it kept, what it cost.
+"""Prints the table that `make real` ends with: what each run learned, kept and cost.
 
     python -m studies.smollm2.show runs/smollm2_korean runs/smollm2_korean_same_vocabulary
+
+The runs are evaluated, and their chats are compared with the base's.
 """
 
 from __future__ import annotations

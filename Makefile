@@ -19,7 +19,7 @@ test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 .PHONY: help install demo smollm2 real reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 
 install: $(STAMP)  ## create .venv with all dependencies of the project and its tests
 

@@ -20,8 +20,8 @@ from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
-from pipeline.hosted.bases import computed_dtype
 from pipeline.log import progress_bar
+from pipeline.model.bases import computed_dtype
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity

@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from pipeline.commands import bases
 from pipeline.errors import CONFIG_ERROR
+from pipeline.extensions.hosted import command
 from pipeline.extensions.hosted.command import TABLE_BEGINS, TABLE_ENDS, TABLE_HEAD, stored_rows
 from pipeline.extensions.hosted.survey import all_types, survey
 from tests.programs import scale_cpt
@@ -55,7 +55,7 @@ def test_the_command_looks_types_up_and_tries_folders(tmp_path, monkeypatch):
     config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 97}
     (tmp_path / "config.json").write_bytes(orjson.dumps(config))
     stored = {"llama": "| `llama` | as stored |"}
-    monkeypatch.setattr(bases, "stored_rows", lambda: stored)
+    monkeypatch.setattr(command, "stored_rows", lambda: stored)
     done = scale_cpt("bases", "llama", tmp_path, "nosuch")
     head, rows = done.stdout[: len(TABLE_HEAD)], done.stdout[len(TABLE_HEAD) :].strip()
     assert head == TABLE_HEAD

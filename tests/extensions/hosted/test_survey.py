@@ -15,7 +15,7 @@ from pipeline.extensions.hosted.command import TABLE_BEGINS, TABLE_ENDS, TABLE_H
 from pipeline.extensions.hosted.survey import all_types, survey
 from tests.programs import scale_cpt
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 LLAMA = (
     "| `llama` | native | LlamaForCausalLM | LlamaAttention, LlamaMLP | positions that restart |"
 )

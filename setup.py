@@ -68,6 +68,7 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
+        "pipeline.gating": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

@@ -21,6 +21,7 @@ from pipeline.errors import ExtensionError, in_one_line
 
 if TYPE_CHECKING:
     from pipeline.checks.inputs import RunInputs
+    from pipeline.config.base import BaseCode
     from pipeline.errors import UserError
 
 OWN_EXTENSIONS = "pipeline.extensions"
@@ -136,6 +137,13 @@ class Extension:
         """Optimizers that a run may choose as `schedule.optimizer`, by name.
 
         Each is where its `pipeline.optimizers.optimizer.Optimizer` is, as `module:name`.
+        """
+        return {}
+
+    def base_kinds(self) -> Mapping[BaseCode, str]:
+        """Kinds of bases, by the value of `base_code` that chooses them.
+
+        Each is where its `pipeline.model.base_kind.BaseKind` is, as `module:name`.
         """
         return {}
 

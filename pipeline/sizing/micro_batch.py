@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
-from pipeline.hosted.decoder import HostedDecoder
 from pipeline.methods.build_model import build_model
 from pipeline.model.attention import Documents
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.recomputation import KeptResults
@@ -36,7 +36,6 @@ from pipeline.parallel.sharding import (
 )
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
 from pipeline.sizing.live_memory import LiveMemory
-from pipeline.sizing.meta_device import foreign_code_traced
 
 
 class ParameterUse(NamedTuple):
@@ -130,7 +129,7 @@ def measure_micro_batch(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
-        NotTracedError: transformers' code of a hosted base does not run without data.
+        NotTracedError: the base's code does not run without data.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     expert_payload_bytes: Counter[tuple[int, str]] = Counter()
@@ -245,10 +244,9 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
     checkpointed = set(model.recomputed_layers())
-    # x_up passes through every layer of a hosted base and has gradients, so that every layer runs
-    # again. It is not among the outputs of the base's own modules, which have no gradient below
-    # W12.
-    always_runs_again = isinstance(model, HostedDecoder)
+    # x_up passes through every layer and has gradients, so that every layer runs again. It is not
+    # among the outputs of modules of transformers, which have no gradient below W12.
+    always_runs_again = not model.spec.is_native
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
@@ -274,7 +272,7 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
-        with foreign_code_traced(model.spec), live:
+        with kind_of(model.spec).traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             # `before_loss` has reset the peak: this one is of the output projection and the loss.
             loss = live.peak - activations

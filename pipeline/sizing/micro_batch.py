@@ -46,7 +46,8 @@ class ParameterUse(NamedTuple):
         trained: whether it trains.
         read_again: whether the backward pass reads it.
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
-        muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
+        muon_size: elements of a whole matrix that Muon updates, of a stack of experts one; 0 where
+            it does not.
         split: whether it is sharded over tensor-parallel ranks. Some of these may hold the same
             shard, where there are fewer key/value heads than ranks.
         kept_whole: whether ZeRO-3 does not partition it: experts that ranks share.
@@ -217,7 +218,7 @@ def _use_of(
     """The use of one parameter in a step."""
     muon_size = 0
     if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
-        muon_size = math.prod(full_shape_of(weight))
+        muon_size = math.prod(full_shape_of(weight)[-2:])
     return ParameterUse(
         size=weight.numel(),
         trained=weight.requires_grad,

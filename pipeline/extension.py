@@ -153,9 +153,19 @@ class Extension:
 
 
 def load_object(place: str) -> Any:
-    """What stands at a place `module:name`."""
+    """What stands at a place `module:name`, which an extension has named.
+
+    Raises:
+        ExtensionError: the module cannot be imported, or has nothing of that name.
+    """
     module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ExtensionError(
+            f"{place}: an extension offers it, and it cannot be loaded ({in_one_line(error)}); "
+            "repair or uninstall that extension"
+        ) from error
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ExtensionError
-from pipeline.extension import ENTRY_POINT, Extension, extensions
+from pipeline.extension import ENTRY_POINT, Extension, extensions, load_object
 from pipeline.extensions import NAMES
 from pipeline.model import bases
 
@@ -170,3 +170,9 @@ def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_pat
 def test_an_extension_that_cannot_be_used_ends_in_one_line(tmp_path, changes, message):
     done = scale_cpt(distribution(tmp_path, **changes), "status", "runs/none")
     assert (done.returncode, done.stderr) == (2, message)
+
+
+@pytest.mark.parametrize("place", ["pipeline.nowhere:THING", "pipeline.errors:NOTHING"])
+def test_a_place_where_nothing_stands_is_named(place):
+    with pytest.raises(ExtensionError, match=rf"{place}: an extension offers it.*cannot be loaded"):
+        load_object(place)

@@ -1,1 +1,1 @@
-../../hosted/own_calls.py
+../../extensions/hosted/own_calls.py

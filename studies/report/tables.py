@@ -6,33 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
+from pipeline.extensions.report.formats import NOTHING, change, count, number, of_figure, percent
+from pipeline.extensions.report.tables import Cell, Table, TableRow
 from pipeline.run_folder.metrics import mean, spread
-from studies.report.formats import NOTHING, change, count, number, of_figure, percent
 from studies.report.groups import PERPLEXITY, Group, value_of
 from studies.report.results import Row
-
-
-class Cell(NamedTuple):
-    """A figure, and a note after it in small type."""
-
-    text: str
-    small: str = ""
-
-
-class Table(NamedTuple):
-    """A table of a report.
-
-    Attributes:
-        header: the name of each column.
-        rows: for each row its label, the style of its mark or None, and its cells.
-        above: the names of groups of columns, each with its number of columns.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[tuple[str, int | None, Sequence[Cell]]]
-    above: Sequence[tuple[str, int]] = ()
 
 
 def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Table:
@@ -55,10 +34,10 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
         # one figure of the base.
         base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
 
-    rows: list[tuple[str, int | None, Sequence[Cell]]] = [("base", None, base)]
+    rows = [TableRow("base", base, is_reference=True)]
     for own in groups:
         cells = [_result(own, figure, shown[part]) for figure, part in columns]
-        rows.append((own.label, own.style, cells))
+        rows.append(TableRow(own.label, cells, own.style))
     header: list[str] = []
     spans: Counter[str] = Counter()
     for figure, part in columns:
@@ -128,9 +107,9 @@ def costs(groups: Sequence[Group]) -> Table:
         "steps",
         "runs",
     ]
-    rows: list[tuple[str, int | None, Sequence[Cell]]] = []
+    rows: list[TableRow] = []
     for own in groups:
-        rows.append((own.label, own.style, _costs(own)))
+        rows.append(TableRow(own.label, _costs(own), own.style))
     return Table(header, rows)
 
 

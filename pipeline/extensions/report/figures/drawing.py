@@ -20,9 +20,17 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from studies.report.formats import count, power_of_ten
-from studies.report.labels import Point
-from studies.report.style import FAINT, INK, PAPER, SOFT, TICK_SIZE, color_of, marker_of
+from pipeline.extensions.report.figures.labels import Point
+from pipeline.extensions.report.figures.style import (
+    FAINT,
+    INK,
+    PAPER,
+    SOFT,
+    TICK_SIZE,
+    color_of,
+    marker_of,
+)
+from pipeline.extensions.report.formats import count, power_of_ten
 
 # matplotlib counts in points, of which SVG has 72 an inch: at 72 dpi a point is a pixel, and a unit
 # of the SVG's coordinates.

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from studies.report.labels import Box, moved_apart, place_labels, shortened, text_width
+from pipeline.extensions.report.figures.labels import (
+    Box,
+    moved_apart,
+    place_labels,
+    shortened,
+    text_width,
+)
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=9))

@@ -110,7 +110,7 @@ def html_page(
             for row in section.table.rows:
                 if row.style is not None and row.style not in marks:
                     marks[row.style] = _mark(row.style)
-    return _TEMPLATES.get_template("page.html").render(
+    text = _TEMPLATES.get_template("page.html").render(
         title=title,
         style_sheet=Markup(style_sheet()),
         source=source,
@@ -119,6 +119,8 @@ def html_page(
         marks=marks,
         footer=footer,
     )
+    # The name of a folder may be no UTF-8.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def write_figure(drawing: Drawing, path: Path) -> None:

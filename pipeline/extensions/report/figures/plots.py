@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from pipeline.extensions.report.figures.drawing import (
     Drawing,
-    padded,
+    set_linear_axis,
     set_log_axis,
     set_step_axis,
     tagged,
@@ -178,9 +178,7 @@ class Panel(NamedTuple):
         if self.axis == "logarithmic":
             set_log_axis(axes, values)
         elif self.axis == "linear":
-            axes.set_ylim(*padded(min(values), max(values)))
-            axes.yaxis.set_major_locator(MaxNLocator(6))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: self.words(value)))
+            set_linear_axis(axes, values, self.words)
         else:
             axes.set_ylim(0.0, 1.0)
             axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])

@@ -16,11 +16,26 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
+BOARD = "tensorboard"
+"""The folder of TensorBoard's files, with the same figures."""
 # Figures that `Figures` leaves out: they are computed from others of the same line, or their name
 # ends with a phase of the step and not with a corpus.
 _NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base")
 _TAILS = (2**18, 2**21, 2**24)
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
+
+
+def board_folder(folder: Path) -> Path:
+    """The folder of TensorBoard's files of the run in `folder`.
+
+    TensorBoard names a run by the path below the folder that it is shown.
+    """
+    board = folder / BOARD
+    has_older_files = any(board.glob("events.*"))
+    if has_older_files:
+        # An attempt of an earlier version wrote them there: the run goes on in them.
+        return board
+    return board / folder.resolve().name
 
 
 def mean(values: Sequence[float]) -> float:

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.sources import RUN_FILE, read_settings
 from pipeline.errors import RunFolderError
-from pipeline.evaluation.summary import SUMMARY
 from pipeline.extensions.report.gate_record import GateFigures, read_gate_figures
 from pipeline.extensions.report.recorded_metrics import RunMetrics, read_run_metrics
 from pipeline.extensions.report.written_texts import Continued, read_written_texts
@@ -21,7 +20,14 @@ from pipeline.files.json_files import first_fault, read_object
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Training, read_attempts
 from pipeline.run_folder.metrics import METRICS
-from pipeline.run_folder.status import TRAINING, RunStatus, is_trained, read_status, runs_in
+from pipeline.run_folder.status import (
+    SUMMARY,
+    TRAINING,
+    RunStatus,
+    is_trained,
+    read_status,
+    runs_in,
+)
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 

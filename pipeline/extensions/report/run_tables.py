@@ -174,14 +174,8 @@ def _times(run: RecordedRun) -> list[TableSection]:
     rows: list[TableRow] = []
     for phase, seconds in sorted(run.metrics.seconds.items(), key=lambda item: -item[1]):
         rows.append(TableRow(phase, [Cell(duration(seconds)), Cell(percent(seconds / total))]))
-    return [
-        TableSection(
-            "times",
-            "Time by phase",
-            Table(["time", "share"], rows),
-            "Of the main thread of rank 0.",
-        )
-    ]
+    table = Table(["time", "share"], rows)
+    return [TableSection("times", "Time by phase", table, "Of the main thread of rank 0.")]
 
 
 def _stored(run: RecordedRun) -> list[TableSection]:

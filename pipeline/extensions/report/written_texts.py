@@ -10,7 +10,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from pipeline.observers.metrics import board_folder
+from pipeline.run_folder.metrics import board_folder
 
 _TAG = "prompt/"
 _FIRST_EVENTS = 3

@@ -26,8 +26,8 @@ from pipeline.extensions.report.written_texts import Continued
 from pipeline.run_folder.metrics import METRICS
 
 _FOOTER = (
-    "Made by scale-cpt report. Perplexities of curves are of packed held-out sequences, without a "
-    "gate; “−50 %” is half of the base's, “×2” is twice."
+    "Made by scale-cpt report. Perplexities of curves are of packed held-out sequences; “−50 %” is "
+    "half of the base's, “×2” is twice."
 )
 _NUMBERED = 6
 """So many damaged lines are numbered."""

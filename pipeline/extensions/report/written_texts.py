@@ -10,7 +10,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from pipeline.run_folder.metrics import board_folder
+from pipeline.run_folder.metrics import BOARD
 
 _TAG = "prompt/"
 _FIRST_EVENTS = 3
@@ -32,7 +32,9 @@ def read_written_texts(folder: Path) -> list[Continued]:
     A file that a kill or a disk has cut short is read up to there.
     """
     written: dict[str, dict[int, str]] = {}
-    for path in sorted(board_folder(folder).glob("events.*")):
+    # Below a folder with the name that the run's folder had: it may have been renamed since. The
+    # names of the files begin with the time.
+    for path in sorted((folder / BOARD).rglob("events.*"), key=lambda file: file.name):
         for event in _events(path):
             if event.session_log.status == SessionLog.START:
                 _drop_from(written, event.step)

@@ -67,25 +67,24 @@ def page_of(folder: Path) -> tuple[Parsed, str]:
     return parsed, "\n".join(parsed.texts)
 
 
-def test_a_finished_run_has_its_curves_gate_texts_and_costs(runs):
-    folder = runs["gated"]
-    done = scale_cpt("report", folder, "--svg", folder / "figures")
+def test_a_finished_run_has_its_curves_gate_texts_and_costs(run):
+    done = scale_cpt("report", run, "--svg", run / "figures")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == str(folder / "report.html")
-    assert {path.name for path in (folder / "figures").iterdir()} == {
+    assert done.stdout.splitlines()[0] == str(run / "report.html")
+    assert {path.name for path in (run / "figures").iterdir()} == {
         "perplexity.svg",
         "course.svg",
     }
-    parsed = check((folder / "report.html").read_text(encoding="utf-8"))
+    parsed = check((run / "report.html").read_text(encoding="utf-8"))
     texts = "\n".join(parsed.texts)
 
-    training = read_object(folder / "training.json", ValueError)
-    gate = read_object(folder / "gate" / "gate.json", ValueError)
+    training = read_object(run / "training.json", ValueError)
+    gate = read_object(run / "gate" / "gate.json", ValueError)
     for corpus in ("korean", "english"):
         assert number(training["validation"][corpus]["perplexity"]) in texts
         assert number(gate["heldout"][corpus]["gated_perplexity"]) in parsed.texts
         assert f"{100 * gate['heldout'][corpus]['open_fraction']:.2f}" in texts
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert number(last["loss"]) in texts
     for heading in (
         "Held-out perplexity",

@@ -45,6 +45,7 @@ CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 FASTTEXT = ["fasttext-numpy2-wheel>=0.9.2,<1; python_version < '3.13'", "fasteners>=0.19,<1"]
 REPORT = ["matplotlib>=3.9,<4"]  # figures of scale-cpt report, and of studies/ and benchmarks/
 EVAL = ["lm-eval>=0.4.13,<0.5"]
+GGUF = ["gguf>=0.10,<1"]
 WANDB = ["wandb>=0.26,<1"]
 # mlflow-skinny alone has no store: sqlalchemy and alembic are for runs in a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -70,6 +71,7 @@ setup(
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
         "pipeline.extensions.report": ["templates/*"],
+        "pipeline.gating": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
@@ -105,6 +107,7 @@ setup(
         "fasttext": FASTTEXT,
         "eval": EVAL,
         "report": REPORT,
+        "gguf": GGUF,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "kernels": KERNELS,
@@ -116,6 +119,7 @@ setup(
             *FASTTEXT,
             *EVAL,
             *REPORT,
+            *GGUF,
             *WANDB,
             *MLFLOW,
             "mkdocs-material>=9.7,<10",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.run_folder.metrics import mean, spread
-from pipeline.run_folder.metrics import readable as readable
+from pipeline.run_folder.metrics import mean, readable, spread
 
 if TYPE_CHECKING:
     # Its module loads torch, and commands that print a table may need none.

@@ -62,6 +62,17 @@ def _sections(groups: Sequence[Group]) -> list[Section]:
             "The table above has their means, geometric ones of perplexities.",
         )
         sections.append(details)
+    opened = tables.gate_texts(groups)
+    if opened is not None:
+        sections.append(
+            TableSection(
+                "gate",
+                "On what the gate opens",
+                opened,
+                "Of text that was not used for fitting it. New text is to be open, all other kinds "
+                "closed; the cost is in nats a token.",
+            )
+        )
     sections.append(
         TableSection(
             "costs", "Trained parameters and costs", tables.costs(groups), "Means over seeds."

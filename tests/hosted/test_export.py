@@ -266,7 +266,7 @@ def test_a_gate_decides_with_a_cache_as_without(kind, exports):
 def test_a_merged_export_is_refused_by_name(runs, tmp_path):
     config = runs["granite"]
     request = Conversion(newest_checkpoint(config), config.base, tmp_path / "x", format="merged")
-    with pytest.raises(ConversionError, match=r"not merged: a hosted base \(model_type granite\)"):
+    with pytest.raises(ConversionError, match=r"merged: a hosted base \(model_type granite\)"):
         convert(request, probe_maker({}))
     assert not (tmp_path / "x").exists()
 

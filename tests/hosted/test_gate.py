@@ -113,7 +113,7 @@ def test_a_base_with_several_residual_streams_has_no_gate(tokens, tmp_path):
 
 
 def test_a_gate_is_fitted_on_a_trained_run(bases, tokens, tmp_path):
-    gate = {"tokens": 3000, "max_open_fraction": 0.01}
+    gate = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
     base = str(bases["granite"])
     run = make_run(
         tmp_path / "run", tokens, zero=1, base=base, schedule__steps=20, gate=gate, **HOSTED

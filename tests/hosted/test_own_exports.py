@@ -148,7 +148,7 @@ def test_generation_is_that_without_a_cache(kind, beams, exports):
 def test_an_export_without_a_gate_is_refused_by_name(runs, tmp_path):
     config = runs["granite"]
     request = Conversion(newest_checkpoint(config), config.base, tmp_path / "x", format="scale")
-    with pytest.raises(ConversionError, match=r"not scale: method\.own_rows, own_gains"):
+    with pytest.raises(ConversionError, match=r"scale: method\.own_rows, own_gains"):
         convert(request, probe_maker({}))
 
 

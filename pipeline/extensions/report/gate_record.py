@@ -8,38 +8,13 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import CheckpointError
 from pipeline.files.json_files import read_record
-from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText
-
-
-class KindOfText(BaseModel):
-    """What the gate does to a kind of text, such as a language or code.
-
-    Attributes:
-        cost: nats a token by which the gate raises the loss; None: not measured.
-        left_out: whether the gate was not fitted on it.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    tokens: int
-    open_tokens: int
-    cost: float | None = None
-    left_out: bool = False
-
-    @property
-    def open_fraction(self) -> float:
-        return self.open_tokens / max(1, self.tokens)
-
-
-class RuleOfThreshold(BaseModel):
-    """The threshold that a rule gives, and what the gate does with it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    threshold: float
-    cost: float
-    closed_fraction_of_new: float
-    open_fraction_of_negatives: float
+from pipeline.gating.folder import (
+    GATE_FOLDER,
+    GATE_RECORD,
+    HeldoutText,
+    KindFigures,
+    ThresholdFigures,
+)
 
 
 class GateFigures(BaseModel):
@@ -55,9 +30,9 @@ class GateFigures(BaseModel):
     closed_fraction_of_new: float | None = None
     open_fraction_of_negatives: float | None = None
     threshold_rule: str = ""
-    thresholds: dict[str, RuleOfThreshold] = {}
-    kinds: dict[str, KindOfText] = {}
-    changes: dict[str, KindOfText] = {}
+    thresholds: dict[str, ThresholdFigures] = {}
+    kinds: dict[str, KindFigures] = {}
+    changes: dict[str, KindFigures] = {}
     closed_max_abs_logit_difference: float | None = None
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from pipeline.config.gate import GateSettings
 from pipeline.extensions.report.formats import MINUS, NOTHING, listed, number, percent
-from pipeline.extensions.report.gate_record import GateFigures, KindOfText
+from pipeline.extensions.report.gate_record import GateFigures
 from pipeline.extensions.report.html_page import TableSection
 from pipeline.extensions.report.recorded_run import RecordedRun
 from pipeline.extensions.report.tables import Cell, Table, TableRow
-from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
+from pipeline.gating.folder import FIRST_TOKENS, HeldoutText, KindFigures
 
 _NAMED = 8
 """So many kinds of text are named in a sentence."""
@@ -37,7 +37,7 @@ def gate_sections(run: RecordedRun) -> list[TableSection]:
             TableSection(
                 "kinds",
                 "The gate, by language and kind of text",
-                _kinds({**gate.kinds}),
+                _kinds(gate.kinds),
                 "Of text that was not used for fitting, the most open kinds first. The nats are "
                 "what the gate adds to the loss of a token, over the base's.",
                 after=_closed_kinds(gate.kinds),
@@ -127,16 +127,16 @@ def _share(fraction: float) -> str:
     return f"{100 * fraction:.2f}\N{NARROW NO-BREAK SPACE}%"
 
 
-def _kinds(kinds: Mapping[str, KindOfText]) -> Table:
+def _kinds(kinds: Mapping[str, KindFigures]) -> Table:
     """A row for each kind of which something opens, or which was left out of fitting."""
-    shown: dict[str, KindOfText] = {}
+    shown: dict[str, KindFigures] = {}
     for name, kind in _by_share(kinds).items():
         if kind.open_tokens or kind.left_out:
             shown[name] = kind
     return _table_of_kinds(shown or kinds)
 
 
-def _table_of_kinds(kinds: Mapping[str, KindOfText]) -> Table:
+def _table_of_kinds(kinds: Mapping[str, KindFigures]) -> Table:
     rows: list[TableRow] = []
     for name, kind in kinds.items():
         label = f"{name} (left out of fitting)" if kind.left_out else name
@@ -146,11 +146,11 @@ def _table_of_kinds(kinds: Mapping[str, KindOfText]) -> Table:
     return Table(["open", "open tokens", "tokens", "nats added"], rows)
 
 
-def _by_share(kinds: Mapping[str, KindOfText]) -> dict[str, KindOfText]:
+def _by_share(kinds: Mapping[str, KindFigures]) -> dict[str, KindFigures]:
     return dict(sorted(kinds.items(), key=lambda item: -item[1].open_fraction))
 
 
-def _closed_kinds(kinds: Mapping[str, KindOfText]) -> str:
+def _closed_kinds(kinds: Mapping[str, KindFigures]) -> str:
     """Which kinds stay closed, in a sentence; they have no row of their own."""
     closed = [name for name, kind in kinds.items() if not kind.open_tokens and not kind.left_out]
     if not closed:

@@ -81,8 +81,9 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
         found[index] = _without_gates(blocks)
     _check_blocks(twin, calls, found, names)
 
-    whole_text = Recording(BATCH, calls)
-    recordings = [whole_text, *record_continuations(twin, inputs["input_ids"])]
+    tokens = inputs["input_ids"]
+    assert isinstance(tokens, Tensor), "every input of the twin is one"
+    recordings = [Recording(BATCH, calls), *record_continuations(twin, tokens)]
     layers: list[HostedLayer] = []
     for (index, layer), blocks in zip(called.items(), found, strict=True):
         prefix = f"{layer_list}.{index}."

@@ -43,6 +43,7 @@ class BuildWithShippedFiles(build_py):
 # What one tool needs and training does not.
 CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 FASTTEXT = ["fasttext-numpy2-wheel>=0.9.2,<1; python_version < '3.13'", "fasteners>=0.19,<1"]
+REPORT = ["matplotlib>=3.9,<4"]  # figures of scale-cpt report, and of studies/ and benchmarks/
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 GGUF = ["gguf>=0.10,<1"]
 WANDB = ["wandb>=0.26,<1"]
@@ -69,6 +70,7 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
+        "pipeline.extensions.report": ["templates/*"],
         "pipeline.gating": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
@@ -104,6 +106,7 @@ setup(
         "clean": CLEAN,
         "fasttext": FASTTEXT,
         "eval": EVAL,
+        "report": REPORT,
         "gguf": GGUF,
         "wandb": WANDB,
         "mlflow": MLFLOW,
@@ -115,6 +118,7 @@ setup(
             *CLEAN,
             *FASTTEXT,
             *EVAL,
+            *REPORT,
             *GGUF,
             *WANDB,
             *MLFLOW,
@@ -129,7 +133,6 @@ setup(
             "peft>=0.15",
             "trl>=1.16,<2",
             "optimum-quanto>=0.2.7,<0.3",
-            "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",
             "import-linter>=2.1",

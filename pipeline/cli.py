@@ -11,7 +11,7 @@ from pipeline.commands import PROGRAM, build_parser
 from pipeline.errors import CONFIG_ERROR, ExtensionError
 from pipeline.processes import use_utf8
 
-FORMER_COMMANDS = {"study": "python -m studies run", "report": "python -m studies report"}
+FORMER_COMMANDS = {"study": "python -m studies run"}
 """Commands of earlier versions, each with what replaces it in a checkout of the project."""
 
 

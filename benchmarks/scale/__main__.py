@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks.results import Row, make_parser
 from pipeline.errors import UserError
+from pipeline.extensions.report.figures.drawing import Drawing, set_ticks
+from pipeline.extensions.report.figures.style import SOFT, TICK_SIZE
+from pipeline.extensions.report.html_page import write_figure
 from pipeline.files.json_files import read_object, write_json
-from studies.report.drawing import Drawing, set_ticks
-from studies.report.page import write_figure
-from studies.report.style import SOFT, TICK_SIZE
 
 SUBJECTS = ("corpora", "ranks", "watchdog", "run_folder")
 _WIDTH = 820.0

@@ -24,9 +24,8 @@ from pipeline.files.json_files import read_object, write_json
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, open_record
 from pipeline.gating.open_old_text import warn_of_open_old_text
 from pipeline.hf.folder_kinds import EXPORT
-from pipeline.run_folder.status import TRAINING
+from pipeline.run_folder.status import SUMMARY, TRAINING
 
-SUMMARY = "summary.json"
 _logger = log.get_logger(__name__)
 
 

@@ -17,24 +17,10 @@ from pipeline import log
 from pipeline.config.stage_plan import TrainingStage
 from pipeline.files.appending import AppendedFile
 from pipeline.observers.event_file import first_events, new_event_file, step_events
-from pipeline.run_folder.metrics import METRICS, read_metrics
+from pipeline.run_folder.metrics import METRICS, board_folder, read_metrics
 from pipeline.training.observer import Observer, StepEvent
 
-BOARD = "tensorboard"
 _logger = log.get_logger(__name__)
-
-
-def board_folder(folder: Path) -> Path:
-    """The folder of TensorBoard's files of the run in `folder`.
-
-    TensorBoard names a run by the path below the folder that it is shown.
-    """
-    board = folder / BOARD
-    has_older_files = any(board.glob("events.*"))
-    if has_older_files:
-        # An attempt of an earlier version wrote them there: the run goes on in them.
-        return board
-    return board / folder.resolve().name
 
 
 class MetricsFiles(Observer):

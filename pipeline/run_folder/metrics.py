@@ -16,11 +16,26 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
+BOARD = "tensorboard"
+"""The folder of TensorBoard's files, with the same figures."""
 # Figures that `Figures` leaves out: they are computed from others of the same line, or their name
 # ends with a phase of the step and not with a corpus.
 _NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base")
 _TAILS = (2**18, 2**21, 2**24)
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
+
+
+def board_folder(folder: Path) -> Path:
+    """The folder of TensorBoard's files of the run in `folder`.
+
+    TensorBoard names a run by the path below the folder that it is shown.
+    """
+    board = folder / BOARD
+    has_older_files = any(board.glob("events.*"))
+    if has_older_files:
+        # An attempt of an earlier version wrote them there: the run goes on in them.
+        return board
+    return board / folder.resolve().name
 
 
 def mean(values: Sequence[float]) -> float:
@@ -76,8 +91,16 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
             # A kill cuts a line short, and so does a tail that begins within a line.
             with suppress(orjson.JSONDecodeError):
                 line = orjson.loads(text)
-                if isinstance(line, dict) and "step" in line:
+                if is_step_line(line):
                     yield line
+
+
+def is_step_line(line: object) -> bool:
+    """Whether a JSON value is the line of a step; a damaged one may be anything."""
+    if not isinstance(line, dict):
+        return False
+    step = line.get("step")
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -131,12 +154,12 @@ def recent_validations(path: Path, count: int) -> list[ValidationRecord]:
     for tail_bytes in _TAILS:
         records = []
         for line in read_metrics(path, tail_bytes):
-            figures = _validation_figures(line)
+            figures = validation_figures(line)
             if figures and line["step"] > 0:
                 records.append(ValidationRecord(step=line["step"], figures=figures))
         if len(records) >= count or tail_bytes >= path.stat().st_size:
             break
-    first = ValidationRecord(step=0, figures=_validation_figures(start))
+    first = ValidationRecord(step=0, figures=validation_figures(start))
     return [first, *records[-count:]]
 
 
@@ -174,7 +197,7 @@ def read_history(path: Path, *, validated: bool = True) -> History:
             figure, _, corpus = name.partition("/")
             if figure == "forgetting":
                 forgetting.add(corpus)
-        figures = _validation_figures(line)
+        figures = validation_figures(line)
         if figures:
             validations.append(ValidationRecord(step=line["step"], figures=figures))
     if validated and len(validations) < 2:
@@ -196,7 +219,7 @@ def _highest(
     return highest
 
 
-def _validation_figures(line: Mapping[str, Any]) -> Figures:
+def validation_figures(line: Mapping[str, Any]) -> Figures:
     """The figures of a line by corpus; empty if its step has no validation.
 
     In the line they are named `<figure>/<corpus>`.

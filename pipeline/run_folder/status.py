@@ -25,6 +25,8 @@ from pipeline.run_folder.metrics import (
 from pipeline.run_folder.slurm_job import SlurmJob, slurm_job
 
 TRAINING = "training.json"
+SUMMARY = "summary.json"
+"""The scores of base and export, which scale-cpt evaluate writes."""
 # Only the end of metrics.jsonl, which may have a million lines, is read.
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18

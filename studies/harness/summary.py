@@ -10,6 +10,7 @@ import torch
 from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import table
+from pipeline.extensions.report.tables import Table
 from pipeline.files.json_files import write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.methods.registry import training_method
@@ -142,7 +143,7 @@ def _outcome(row: Row, own: Group) -> str:
     return "chosen"
 
 
-def as_text(shown: tables.Table) -> str:
+def as_text(shown: Table) -> str:
     """A table of a report for a terminal."""
     header = ["", *shown.header]
     # A terminal has no cells over several columns: each column has the name of its group.
@@ -152,9 +153,9 @@ def as_text(shown: tables.Table) -> str:
             header[column] += f": {name}"
             column += 1
     lines: list[list[str]] = []
-    for label, _, cells in shown.rows:
-        line = [label]
-        for cell in cells:
+    for row in shown.rows:
+        line = [row.label]
+        for cell in row.cells:
             line.append(f"{cell.text} {cell.small}")
         lines.append(line)
     return table(header, lines)

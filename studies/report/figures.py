@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from pipeline.extensions.report.figures.labels import Point
+from pipeline.extensions.report.figures.plots import Panel, Plot, Series, StepsPlot
+from pipeline.extensions.report.formats import listed, number, percent
 from pipeline.run_folder.metrics import spread
-from studies.report.formats import listed, number, percent
 from studies.report.groups import (
     PERPLEXITY,
     Group,
@@ -18,8 +20,7 @@ from studies.report.groups import (
     parts,
     value_of,
 )
-from studies.report.labels import Point
-from studies.report.plots import LearningPlot, Line, Mark, Panel, Plot, Series, StepsPlot
+from studies.report.learning_plot import LearningPlot, Line, Mark
 from studies.report.results import REPLAY, Row
 
 # Figures of corpora of questions, as shares of the questions.
@@ -186,7 +187,7 @@ def _perplexities(groups: Sequence[Group]) -> Plot | None:
     for name, part in parts(groups).items():
         aim = "kept" if roles[part[0]] == REPLAY else "learned"
         series = _over_steps(groups, part, PERPLEXITY.figure)
-        panels.append(Panel(f"{name}, to be {aim}", series, is_logarithmic=True))
+        panels.append(Panel(f"{name}, to be {aim}", series, axis="logarithmic"))
     return _panels(
         "perplexity",
         "Held-out perplexity during training",

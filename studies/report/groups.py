@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from pipeline.extensions.report.formats import MINUS, change, listed
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
-from studies.report.formats import MINUS, change, listed
 from studies.report.results import REPLAY, Row
 
 _MAX_CORPORA = 3

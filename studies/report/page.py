@@ -1,61 +1,84 @@
-"""The report as one HTML file, without scripts and without anything from other servers."""
+"""The page of a study's runs, or of several single ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from pipeline.files.publishing import write_text
-from studies.report import style, svg, tables
-from studies.report.drawing import Drawing
+from pipeline.extensions.report.formats import listed
+from pipeline.extensions.report.html_page import (
+    WIDE,
+    FigureSection,
+    Section,
+    TableSection,
+    html_page,
+    write_figure,
+)
+from studies.report import tables
 from studies.report.figures import plots_of
-from studies.report.formats import listed
 from studies.report.groups import Group, corpora, group, measure_of, on_frontier, parts
-from studies.report.plots import Plot
 from studies.report.results import Row
 
-# CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one
-# that fits.
-WIDE = 820.0
-NARROW = 358.0
-_TEMPLATES = Environment(
-    loader=PackageLoader("studies.report"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
+_FOOTER = (
+    "Made by python -m studies report. Perplexities are of held-out texts; “−50 %” is half of the "
+    "base's, “×2” is twice."
 )
 
 
 def page(runs: Sequence[Row], title: str) -> str:
     """The report of `runs`, as HTML."""
     groups = group(runs)
+    model_count = sum(len(own.rows) for own in groups)
+    sources = ", ".join(dict.fromkeys(run.source for run in runs))
+    source = f"{_counted(model_count, 'model')} of {_counted(len(groups), 'method')} · {sources}"
+    return html_page(title, source, findings(groups), _sections(groups), _FOOTER)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sections(groups: Sequence[Group]) -> list[Section]:
+    """The figures and tables; the table of results comes behind the first figure."""
     shown = parts(groups)
+    sections: list[Section] = [FigureSection(plot) for plot in plots_of(groups)]
+    results = TableSection(
+        "results",
+        "Where each method ended",
+        tables.results(groups, shown),
+        "On the held-out texts: means over seeds ± one standard deviation; for perplexities also "
+        "the change from the base.",
+    )
+    sections.insert(min(1, len(sections)), results)
     # Where corpora are shown together, a second table has each of them.
     single: dict[str, list[str]] = {}
     for name in corpora(groups):
         single[name] = [name]
-    marks: dict[int, Markup] = {}
-    model_count = 0
-    for own in groups:
-        marks[own.style] = _mark(own.style)
-        model_count += len(own.rows)
-    return _TEMPLATES.get_template("page.html").render(
-        title=title,
-        style_sheet=Markup(style_sheet()),
-        sources=list(dict.fromkeys(run.source for run in runs)),
-        model_count=model_count,
-        method_count=len(groups),
-        findings=findings(groups),
-        figures=[_both_widths(plot) for plot in plots_of(groups)],
-        marks=marks,
-        results=tables.results(groups, shown),
-        details=tables.results(groups, single) if shown != single else None,
-        costs=tables.costs(groups),
-        gate_texts=tables.gate_texts(groups),
+    if shown != single:
+        details = TableSection(
+            "corpora",
+            "Every single corpus",
+            tables.results(groups, single),
+            "The table above has their means, geometric ones of perplexities.",
+        )
+        sections.append(details)
+    opened = tables.gate_texts(groups)
+    if opened is not None:
+        sections.append(
+            TableSection(
+                "gate",
+                "On what the gate opens",
+                opened,
+                "Of text that was not used for fitting it. New text is to be open, all other kinds "
+                "closed; the cost is in nats a token.",
+            )
+        )
+    sections.append(
+        TableSection(
+            "costs", "Trained parameters and costs", tables.costs(groups), "Means over seeds."
+        )
     )
+    return sections
 
 
 def write_figures(runs: Sequence[Row], folder: Path) -> list[Path]:
@@ -67,16 +90,6 @@ def write_figures(runs: Sequence[Row], folder: Path) -> list[Path]:
         write_figure(plot.draw(WIDE), path)
         paths.append(path)
     return paths
-
-
-def write_figure(drawing: Drawing, path: Path) -> None:
-    """Writes a drawing as an SVG file for light and dark pages."""
-    write_text(path, svg.svg_file(drawing, style_sheet()))
-
-
-def style_sheet() -> str:
-    """The colours of light and dark pages as CSS variables, and the rules of figures."""
-    return _TEMPLATES.get_template("figures.css").render(light=style.LIGHT, dark=style.DARK)
 
 
 def findings(groups: Sequence[Group]) -> list[str]:
@@ -104,17 +117,3 @@ def findings(groups: Sequence[Group]) -> list[str]:
         f"On the frontier, where no other both learned more and forgot less: {listed(best)}."
     )
     return sentences
-
-
-def _both_widths(plot: Plot) -> tuple[Plot, Markup, Markup]:
-    # Drawn twice, as text in an SVG that is scaled to a phone's width cannot be read.
-    wide = plot.draw(WIDE)
-    narrow = plot.draw(NARROW, f"{plot.name}-narrow")
-    return plot, svg.inline_svg(wide), svg.inline_svg(narrow)
-
-
-def _mark(style_number: int) -> Markup:
-    """The mark of a method, for its row of a table."""
-    drawing = Drawing(16, 16, f"mark-{style_number}")
-    drawing.mark((8, 8), style_number)
-    return svg.inline_svg(drawing)

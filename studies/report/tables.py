@@ -6,34 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
+from pipeline.extensions.report.formats import NOTHING, change, count, number, of_figure, percent
+from pipeline.extensions.report.tables import Cell, Table, TableRow
 from pipeline.gating.folder import KindFigures
 from pipeline.run_folder.metrics import mean, spread
-from studies.report.formats import NOTHING, change, count, number, of_figure, percent
 from studies.report.groups import PERPLEXITY, Group, value_of
 from studies.report.results import Row
-
-
-class Cell(NamedTuple):
-    """A figure, and a note after it in small type."""
-
-    text: str
-    small: str = ""
-
-
-class Table(NamedTuple):
-    """A table of a report.
-
-    Attributes:
-        header: the name of each column.
-        rows: for each row its label, the style of its mark or None, and its cells.
-        above: the names of groups of columns, each with its number of columns.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[tuple[str, int | None, Sequence[Cell]]]
-    above: Sequence[tuple[str, int]] = ()
 
 
 def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Table:
@@ -56,10 +35,10 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
         # one figure of the base.
         base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
 
-    rows: list[tuple[str, int | None, Sequence[Cell]]] = [("base", None, base)]
+    rows = [TableRow("base", base, is_reference=True)]
     for own in groups:
         cells = [_result(own, figure, shown[part]) for figure, part in columns]
-        rows.append((own.label, own.style, cells))
+        rows.append(TableRow(own.label, cells, own.style))
     header: list[str] = []
     spans: Counter[str] = Counter()
     for figure, part in columns:
@@ -129,9 +108,9 @@ def costs(groups: Sequence[Group]) -> Table:
         "steps",
         "runs",
     ]
-    rows: list[tuple[str, int | None, Sequence[Cell]]] = []
+    rows: list[TableRow] = []
     for own in groups:
-        rows.append((own.label, own.style, _costs(own)))
+        rows.append(TableRow(own.label, _costs(own), own.style))
     return Table(header, rows)
 
 
@@ -184,20 +163,21 @@ def gate_texts(groups: Sequence[Group]) -> Table | None:
 
     Kinds on which a gate never opens are one row.
     """
-    rows: list[tuple[str, int | None, Sequence[Cell]]] = []
+    rows: list[TableRow] = []
     for own in groups:
         for row in own.rows:
             closed: list[KindFigures] = []
             for name, figures in row.gate_texts.items():
                 if figures.open_tokens or figures.left_out or figures.is_new:
                     label = f"{name} (left out)" if figures.left_out else name
-                    rows.append((f"{own.label}: {label}", own.style, _kind_cells(figures)))
+                    rows.append(TableRow(f"{own.label}: {label}", _kind_cells(figures), own.style))
                 else:
                     closed.append(figures)
             if closed:
                 tokens = sum(figures.tokens for figures in closed)
                 cells = [Cell(count(tokens)), Cell("0"), Cell("0")]
-                rows.append((f"{own.label}: {len(closed)} other kinds", own.style, cells))
+                others = f"{own.label}: {len(closed)} other kinds"
+                rows.append(TableRow(others, cells, own.style))
     if not rows:
         return None
     return Table(["tokens", "open", "nats a token"], rows)

@@ -7,8 +7,8 @@ import threading
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.observers.metrics import BOARD, MetricsFiles
-from pipeline.run_folder.metrics import METRICS, read_metrics
+from pipeline.observers.metrics import MetricsFiles
+from pipeline.run_folder.metrics import BOARD, METRICS, read_metrics
 from pipeline.training.observer import StepEvent
 
 

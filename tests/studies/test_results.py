@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 
 import pytest
+from studies.report.formats import NOTHING
 
 from pipeline.errors import RunFolderError
 from pipeline.files.json_files import write_json, write_record
 from pipeline.gating.folder import HeldoutText, KindFigures
 from studies.harness.summary import as_text, rates_table
 from studies.report import tables
-from studies.report.formats import NOTHING
 from studies.report.groups import group, parts, value_of
 from studies.report.page import page
 from studies.report.results import Row, read_rows, read_runs

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 from matplotlib import rc_context
 
-from studies.report.drawing import Drawing
-from studies.report.style import LIGHT
+from pipeline.extensions.report.figures.drawing import Drawing
+from pipeline.extensions.report.figures.style import LIGHT
 
 _MARGIN = 18.0
 """Of a figure in a file of its own."""

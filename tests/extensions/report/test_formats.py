@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from studies.report.formats import change, count, number, of_figure, percent
+from pipeline.extensions.report.formats import change, count, number, of_figure, percent
 
 
 def test_numbers_are_written_as_people_do():

@@ -50,6 +50,19 @@ def shortened(text: str, size: float, width: float) -> str:
     return f"{text[: letters - 1].rstrip()}\N{HORIZONTAL ELLIPSIS}"
 
 
+def wrapped(text: str, size: float, width: float) -> list[str]:
+    """The lines of `text` where it has about `width`; a word that is longer is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        # The estimate of a width that was made of the same text has errors of rounding.
+        if lines and text_width(longer, size) <= width + 0.01:
+            lines[-1] = longer
+        else:
+            lines.append(shortened(word, size, width + 0.01))
+    return lines or [""]
+
+
 # From a mark to its label: distances in pixels and directions, in order of preference.
 _DISTANCES = (11.0, 20.0, 32.0, 46.0, 64.0)
 _DIRECTIONS = (

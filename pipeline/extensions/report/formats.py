@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
@@ -94,3 +95,34 @@ def listed(names: Sequence[str]) -> str:
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def compact(value: float) -> str:
+    """A value of any size in few digits: 0.0025, 1.2·10⁻⁵, 42, 45.2 k."""
+    size = abs(value)
+    if not math.isfinite(value) or size >= 1e15:
+        return number(value)
+    if size >= 1e4:
+        return count(value).replace("-", MINUS)
+    if size >= 1e-3 or value == 0:
+        return f"{value:.4g}".replace("-", MINUS)
+    return power_of_ten(value, 3).replace("-", MINUS)
+
+
+def stored(size: int) -> str:
+    """A number of bytes: 812 bytes, 45.2 KiB, 1.3 GiB."""
+    if size < 1024:
+        return f"{size}{_SPACE}bytes"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1000 or unit == "TiB":
+            break
+    return f"{value:,.3g}{_SPACE}{unit}" if value < 1000 else f"{value:,.0f}{_SPACE}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time: 0.4 s, 1:02:03, 2 days, 3:04:05."""
+    if seconds < 10:
+        return f"{seconds:.1f}{_SPACE}s"
+    return str(timedelta(seconds=round(seconds)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,9 +20,17 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from studies.report.formats import count, power_of_ten
-from studies.report.labels import Point
-from studies.report.style import FAINT, INK, PAPER, SOFT, TICK_SIZE, color_of, marker_of
+from pipeline.extensions.report.figures.labels import Point
+from pipeline.extensions.report.figures.style import (
+    FAINT,
+    INK,
+    PAPER,
+    SOFT,
+    TICK_SIZE,
+    color_of,
+    marker_of,
+)
+from pipeline.extensions.report.formats import count, power_of_ten
 
 # matplotlib counts in points, of which SVG has 72 an inch: at 72 dpi a point is a pixel, and a unit
 # of the SVG's coordinates.
@@ -196,6 +204,17 @@ def set_step_axis(axes: Axes, last: float, width: float) -> None:
     most = max(1, int(width / 80))
     axes.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: count(step)))
+
+
+def set_linear_axis(axes: Axes, values: Sequence[float], words: Callable[[float], str]) -> None:
+    """A y axis around `values`, however small they are; `words` writes its ticks."""
+    low = min(values)
+    high = max(values)
+    # Of a single value, so much that it has its own tick in the middle.
+    padding = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
+    axes.set_ylim(low - padding, high + padding)
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
 
 
 def set_log_axis(axes: Axes, values: Sequence[float]) -> None:

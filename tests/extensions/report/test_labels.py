@@ -9,7 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from studies.report.labels import Box, moved_apart, place_labels, shortened, text_width
+from pipeline.extensions.report.figures.labels import (
+    Box,
+    moved_apart,
+    place_labels,
+    shortened,
+    text_width,
+    wrapped,
+)
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=9))
@@ -48,3 +55,12 @@ def test_a_label_is_cut_to_the_width_that_there_is(text, width):
     found = shortened(text, 13.0, width)
     assert found == text or found.endswith("\N{HORIZONTAL ELLIPSIS}")
     assert (found == text) == (text_width(text, 13.0) <= width)
+
+
+@given(st.text("ab cdé한 ", min_size=1), st.floats(40, 300))
+def test_a_wrapped_text_has_all_its_words_in_lines_that_fit(text, width):
+    lines = wrapped(text, 12, width)
+    assert all(text_width(line, 12) <= width + 12 for line in lines)
+    if all(text_width(word, 12) <= width for word in text.split()):
+        assert " ".join(lines).split() == text.split()
+    assert wrapped(text, 12, text_width(text, 12)) == [" ".join(text.split())]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
-from studies.report.drawing import (
+from pipeline.extensions.report.figures.drawing import (
     Drawing,
     fitting_ticks,
     log_tick,

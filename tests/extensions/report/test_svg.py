@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from studies.report.drawing import Drawing
-from studies.report.page import write_figure
-from studies.report.style import LIGHT
-from studies.report.svg import inline_svg
+from pipeline.extensions.report.figures.drawing import Drawing
+from pipeline.extensions.report.figures.style import LIGHT
+from pipeline.extensions.report.figures.svg import inline_svg
+from pipeline.extensions.report.html_page import write_figure
 
 
 def test_colours_are_the_variables_of_the_style_sheet(tmp_path):

@@ -1,0 +1,1 @@
+"""Figures by matplotlib, as SVG whose text is text and whose colours are the page's."""

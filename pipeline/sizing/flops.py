@@ -68,7 +68,7 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
 # torch's formulas, and ours for the kernels that pipeline.model.attention runs on the meta device.
 # torch has no formula for the first kernel. Its formula for the second one, which layers with
 # windows run, reads values, and meta tensors have none.
-_COUNTED = {
+FLOP_FORMULAS = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
@@ -93,7 +93,7 @@ class _FlopCount(KnownSizes):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
-        formula = _COUNTED.get(operation.overloadpacket)
+        formula = FLOP_FORMULAS.get(operation.overloadpacket)
         if formula is not None:
             self.flops[str(operation.overloadpacket)] += formula(
                 *args, **(kwargs or {}), out_val=result

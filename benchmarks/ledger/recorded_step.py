@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from benchmarks.gpu_step.training_step import TrainingStep
 from benchmarks.gpu_step.variants import THEIRS, Variant
 from benchmarks.ledger.fusion import fused
 from benchmarks.ledger.tape import Operation, Tape
-from pipeline.model import output
+from pipeline.model import loss_gradients, output
+from pipeline.parallel import fused_cross_entropy
 from pipeline.sizing.meta_device import kernels_of_gpus
 
 META = torch.device("meta")
@@ -100,6 +101,28 @@ def recorded(
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(output, "GPU_CHUNK_ELEMENTS", chunk_elements)
+        if not fused_loss:
+            patch.setattr(output, "compiles_by_default", lambda device: False)
+            patch.setattr(loss_gradients, "SUMS_16_BITS_IN_FP32", False)
         if variant.method in THEIRS:
             stack.enter_context(kernels_of_gpus())
-        return RecordedStep(variant, shape).record()
+        step = RecordedStep(variant, shape)
+        _compile_loss_as_one_graph_a_pass(step.tape, patch)
+        return step.record()
+
+
+def _compile_loss_as_one_graph_a_pass(tape: Tape, patch: pytest.MonkeyPatch) -> None:
+    """Runs the compiled loss as it is written, and marks its passes: a row of logits is too long to
+    stay in a cache between them."""
+
+    def as_one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with tape.one_graph(function.__name__):
+                return function(*arguments)
+
+        return run
+
+    patch.setattr(fused_cross_entropy, "gives_sizes_alone", lambda tensor: False)
+    patch.setattr(fused_cross_entropy, "_compiled", lambda function: function)
+    for name in ("_statistics", "_gradient", "_kl_statistics", "_kl_gradient"):
+        patch.setattr(fused_cross_entropy, name, as_one_graph(getattr(fused_cross_entropy, name)))

@@ -172,9 +172,7 @@ class Tape(KnownSizes):
         formula = FLOP_FORMULAS.get(operation.overloadpacket)
         flops = 0
         if formula is not None:
-            # torch's formulas do not know where the result is written to.
-            options = {name: value for name, value in kwargs.items() if name != "out"}
-            flops = int(formula(*args, **options, out_val=result))
+            flops = int(formula(*args, **kwargs, out_val=result))
         self.operations.append(
             Operation(
                 name=operation.overloadpacket.__name__,

@@ -24,6 +24,14 @@ from pipeline.sizing.meta_device import foreign_code_traced
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 
+def _sum_and_product_flops(
+    _: Sequence[int], left: Sequence[int], right: Sequence[int], *__: Any, **___: Any
+) -> int:
+    """left: [M, N], right: [N, K]."""
+    rows, inner = left
+    return 2 * rows * inner * right[1]
+
+
 def _attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
@@ -65,11 +73,13 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _varlen_flops(query, key, value, *rest)
 
 
-# torch's formulas, and ours for the kernels that pipeline.model.attention runs on the meta device.
+# torch's formulas, and ours. That of torch for sums with products refuses a type of the result. The
+# others are for the kernels that pipeline.model.attention runs on the meta device.
 # torch has no formula for the first kernel. Its formula for the second one, which layers with
 # windows run, reads values, and meta tensors have none.
 FLOP_FORMULAS = {
     **flop_registry,
+    torch.ops.aten.addmm: shape_wrapper(_sum_and_product_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
         _attention_backward_flops

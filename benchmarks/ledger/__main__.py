@@ -32,7 +32,7 @@ from benchmarks.ledger.tape import Operation
 from benchmarks.results import BASES, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.errors import ConfigError
-from pipeline.files.json_files import read_json
+from pipeline.files.json_files import read_object
 from pipeline.model.output import GPU_CHUNK_ELEMENTS
 
 MODELS = {
@@ -134,9 +134,9 @@ def rows_beside_measured(file: Path, prices: Prices) -> list[Row]:
     Raises:
         ConfigError: the file has no steps.
     """
-    measured = read_json(file)
-    if not isinstance(measured, dict) or "steps" not in measured:
-        raise ConfigError(f"{file}: expected an object with `steps`, as in docs/results/gpu/")
+    measured = read_object(file, ConfigError, "give a file like docs/results/gpu/h100.json")
+    if "steps" not in measured:
+        raise ConfigError(f"{file}: expected `steps`, as in docs/results/gpu/h100.json")
     rows: list[Row] = []
     for step in measured["steps"]:
         method = step["variant"].removesuffix(" + compile")

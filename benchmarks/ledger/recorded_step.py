@@ -122,7 +122,6 @@ def _compile_loss_as_one_graph_a_pass(tape: Tape, patch: pytest.MonkeyPatch) -> 
 
         return run
 
-    patch.setattr(fused_cross_entropy, "gives_sizes_alone", lambda tensor: False)
     patch.setattr(fused_cross_entropy, "_compiled", lambda function: function)
     for name in ("_statistics", "_gradient", "_kl_statistics", "_kl_gradient"):
         patch.setattr(fused_cross_entropy, name, as_one_graph(getattr(fused_cross_entropy, name)))

@@ -50,15 +50,13 @@ def nll_and_logit_gradient(
     """The negative log likelihood of each target: [n] in fp32, and its gradient with respect to the
     logits: [n, columns] in `dtype`. Arguments are as in `cross_entropy.nll_and_logit_gradient_`,
     but nothing is overwritten."""
-    if gives_sizes_alone(logits.of_x):
-        return _unset(logits.of_x, dtype)
     columns = _columns(logits, first, vocab_size)
     local = targets - first
+    ignored = targets == IGNORED
     if tp.size == 1:
-        return _compiled(_nll_and_gradient)(logits, local, targets == IGNORED, columns, dtype)
+        return _compiled(_nll_and_gradient)(logits, local, ignored, columns, dtype)
     own = _compiled(_statistics)(logits, local, columns)
     normaliser, nll = _joined_over_ranks(own, tp)
-    ignored = targets == IGNORED
     gradient = _compiled(_gradient)(logits, local, ignored, normaliser, columns, dtype)
     return nll.masked_fill(ignored, 0), gradient
 
@@ -76,8 +74,6 @@ def kl_and_logit_gradient(
     """KL(reference || model) of each token: [n] in fp32, and its gradient with respect to the
     logits: [n, columns] in `dtype`. Arguments are as in `cross_entropy.kl_and_logit_gradient_`, but
     nothing is overwritten."""
-    if gives_sizes_alone(logits.of_x):
-        return _unset(logits.of_x, dtype)
     columns = _columns(logits, first, vocab_size)
     if tp.size == 1:
         return _compiled(_kl_and_gradient)(logits, reference, ignored, columns, dtype)
@@ -87,8 +83,20 @@ def kl_and_logit_gradient(
     return kl.masked_fill(ignored, 0), gradient
 
 
-@cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled. Tensors without values get results of the same sizes, as what is
+    compiled makes nothing else."""
+
+    def run(logits: LogitParts, *arguments: Any) -> Any:
+        if logits.of_x.is_meta:
+            return _RESULTS[function.__name__](logits.of_x, arguments[-1])
+        return _compiled_once(function)(logits, *arguments)
+
+    return run
+
+
+@cache
+def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     # The first call fixes all sizes; with chunks of another size it compiles once more, for any.
     return torch.compile(function, fullgraph=True)
 
@@ -96,16 +104,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _columns(logits: LogitParts, first: int, vocab_size: int) -> int:
     """How many of this rank's columns are no padding."""
     return max(0, min(vocab_size - first, logits.of_x.shape[1]))
-
-
-def gives_sizes_alone(tensor: Tensor) -> bool:
-    """Whether nothing is computed: for tensors without values."""
-    return tensor.is_meta
-
-
-def _unset(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the meta device gets: the results alone, as a compiled function makes nothing else."""
-    return like.new_empty(len(like), dtype=torch.float32), torch.empty_like(like, dtype=dtype)
 
 
 # The passes. They are written for a compiler: what is [n, columns] here is never in memory.
@@ -277,3 +275,24 @@ def _kl_joined_over_ranks(
     sums = sums * torch.stack([scale_p, scale_q, scale_p])
     dist.all_reduce(sums, group=tp.group)
     return _kl_of((largest, sums))
+
+
+# What tensors without values get, by the name of the pass.
+
+
+def _of_rows(z: Tensor, *sizes: int) -> Tensor:
+    return z.new_empty(*sizes, len(z), dtype=torch.float32)
+
+
+def _of_logits(z: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(z, dtype=dtype)
+
+
+_RESULTS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "_nll_and_gradient": lambda z, dtype: (_of_rows(z), _of_logits(z, dtype)),
+    "_kl_and_gradient": lambda z, dtype: (_of_rows(z), _of_logits(z, dtype)),
+    "_statistics": lambda z, _: (_of_rows(z), _of_rows(z), _of_rows(z)),
+    "_kl_statistics": lambda z, _: (_of_rows(z, 2), _of_rows(z, 3)),
+    "_gradient": _of_logits,
+    "_kl_gradient": _of_logits,
+}

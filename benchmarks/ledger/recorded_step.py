@@ -82,7 +82,7 @@ class RecordedAdamW:
 def compiled_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """The paths of the layers that a compiled variant compiles."""
     found: list[str] = []
-    for path, module in model.named_modules():
+    for path, _ in model.named_modules():
         if path.rpartition(".")[0].endswith("layers") and path.rpartition(".")[2].isdigit():
             found.append(path)
     return tuple(found)

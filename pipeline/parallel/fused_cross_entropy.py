@@ -118,16 +118,12 @@ def _nll_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Both passes, where one rank has all columns."""
     largest, exponentials, target = _statistics(logits, local, columns)
-    gradient = _gradient(
-        logits, local, ignored, largest + exponentials.log(), columns, dtype
-    )
+    gradient = _gradient(logits, local, ignored, largest + exponentials.log(), columns, dtype)
     nll = exponentials.log() - (target - largest)
     return nll.masked_fill(ignored, 0), gradient
 
 
-def _statistics(
-    logits: LogitParts, local: Tensor, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(logits: LogitParts, local: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first pass: each row's largest logit, the sum of exp(logit − largest), and the target's
     logit, 0 where another rank has it."""
     z = _sum(logits, columns)
@@ -167,15 +163,11 @@ def _kl_and_gradient(
     """Both passes of the divergence, where one rank has all columns."""
     own = _kl_statistics(logits, reference, columns)
     normalisers, kl = _kl_of(own)
-    gradient = _kl_gradient(
-        logits, reference, ignored, normalisers, columns, dtype
-    )
+    gradient = _kl_gradient(logits, reference, ignored, normalisers, columns, dtype)
     return kl.masked_fill(ignored, 0), gradient
 
 
-def _kl_statistics(
-    logits: LogitParts, reference: Tensor, columns: int
-) -> tuple[Tensor, Tensor]:
+def _kl_statistics(logits: LogitParts, reference: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The first pass of the divergence, with p = exp(reference − its largest), q = exp(logits −
     theirs).
 
@@ -263,9 +255,7 @@ def _joined_over_ranks(
     return largest + exponentials.log(), exponentials.log() - (target - largest)
 
 
-def _kl_joined_over_ranks(
-    own: tuple[Tensor, Tensor], tp: TensorParallel
-) -> tuple[Tensor, Tensor]:
+def _kl_joined_over_ranks(own: tuple[Tensor, Tensor], tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """As `_kl_of`, from the statistics of each rank's columns."""
     own_largest, sums = own
     largest = own_largest.clone()

@@ -26,9 +26,7 @@ MEASURED = ROOT / "docs" / "results" / "gpu" / "h100.json"
 def loss_bytes(method, *, fused_loss=True):
     """The bytes that a step moves for each logit, beside those of the two products and of their
     gradients."""
-    operations = recorded(
-        Variant(method), SHAPE, chunk_elements=LOGITS // 2, fused_loss=fused_loss
-    )
+    operations = recorded(Variant(method), SHAPE, chunk_elements=LOGITS // 2, fused_loss=fused_loss)
     total = 0
     for operation in operations:
         if operation.module == "output" and operation.kind == "pointwise":

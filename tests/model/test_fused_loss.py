@@ -27,9 +27,7 @@ def check_both_ways_agree(model, batch, kl_sequences=0, tolerance=PARITY):
     expected, expected_gradients = losses_and_gradients(
         model, batch, compiled=False, kl_sequences=kl_sequences
     )
-    found, gradients = losses_and_gradients(
-        model, batch, compiled=True, kl_sequences=kl_sequences
-    )
+    found, gradients = losses_and_gradients(model, batch, compiled=True, kl_sequences=kl_sequences)
     assert_near(found.nll, expected.nll, tolerance)
     assert_near(found.kl, expected.kl, tolerance)
     assert_near(found.total, expected.total, tolerance)

@@ -24,6 +24,14 @@ from pipeline.sizing.live_memory import KnownSizes
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 
+def _sum_and_product_flops(
+    _: Sequence[int], left: Sequence[int], right: Sequence[int], *__: Any, **___: Any
+) -> int:
+    """left: [M, N], right: [N, K]."""
+    rows, inner = left
+    return 2 * rows * inner * right[1]
+
+
 def _attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
@@ -65,11 +73,13 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _varlen_flops(query, key, value, *rest)
 
 
-# torch's formulas, and ours for the kernels that pipeline.model.attention runs on the meta device.
+# torch's formulas, and ours. That of torch for sums with products refuses a type of the result. The
+# others are for the kernels that pipeline.model.attention runs on the meta device.
 # torch has no formula for the first kernel. Its formula for the second one, which layers with
 # windows run, reads values, and meta tensors have none.
-_COUNTED = {
+FLOP_FORMULAS = {
     **flop_registry,
+    torch.ops.aten.addmm: shape_wrapper(_sum_and_product_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
         _attention_backward_flops
@@ -93,7 +103,7 @@ class _FlopCount(KnownSizes):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
-        formula = _COUNTED.get(operation.overloadpacket)
+        formula = FLOP_FORMULAS.get(operation.overloadpacket)
         if formula is not None:
             self.flops[str(operation.overloadpacket)] += formula(
                 *args, **(kwargs or {}), out_val=result

@@ -33,12 +33,12 @@ def transformers_code_traced(spec: HostedSpec) -> Iterator[None]:
     )
     # Whatever that code raises becomes a NotTracedError: a run must not fail because its estimate
     # does.
-    with faults_of_library(what, NotTracedError), _kernels_of_gpus():
+    with faults_of_library(what, NotTracedError), kernels_of_gpus():
         yield
 
 
 @contextmanager
-def _kernels_of_gpus() -> Iterator[None]:
+def kernels_of_gpus() -> Iterator[None]:
     """Within it, attention and experts on the meta device cost what they cost on a GPU.
 
     It replaces the functions of torch.nn.functional that transformers calls. A TorchFunctionMode

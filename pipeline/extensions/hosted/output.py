@@ -35,6 +35,9 @@ class HostedOutput(OutputProjection):
             tp=SINGLE,
         )
         self.scale = spec.logit_scale
+        self.logit_factor = self.scale.factor
+        if self.scale.divides:
+            self.logit_factor = 1 / self.scale.factor
         self.base = base_map.get_parameter("weight")
         self.bias: nn.Parameter | None = None
         if spec.output_map_bias:
@@ -42,17 +45,14 @@ class HostedOutput(OutputProjection):
 
     def slopes(self, logits: Tensor) -> Tensor | None:
         slopes = super().slopes(logits)
-        factor = self.scale.factor
-        if factor == 1.0:
+        if self.logit_factor == 1.0:
             return slopes
-        if self.scale.divides:
-            factor = 1 / factor
         if slopes is None:
-            return logits.new_full((), factor)
-        return slopes.mul_(factor)
+            return logits.new_full((), self.logit_factor)
+        return slopes.mul_(self.logit_factor)
 
-    def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight, self.bias).float()
+    def _base_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias)
 
     def reference_logits(self, x: Tensor) -> Tensor:
         return self._capped_(self._base_logits(x, self.base))

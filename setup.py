@@ -16,6 +16,7 @@ VERSION = re.search(
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
 # `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
+SHIPPED_PAGES = ["docs/architectures.md"]  # with the table that scale-cpt bases prints
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -30,6 +31,9 @@ class BuildWithShippedFiles(build_py):
         shutil.rmtree(target, ignore_errors=True)
         for folder in SHIPPED:
             shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        for page in SHIPPED_PAGES:
+            (target / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(page, target / page)
         for pattern in SHIPPED_DATA:
             for file in filter(Path.is_file, Path("examples/data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)
@@ -40,6 +44,7 @@ class BuildWithShippedFiles(build_py):
 CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 FASTTEXT = ["fasttext-numpy2-wheel>=0.9.2,<1; python_version < '3.13'", "fasteners>=0.19,<1"]
 EVAL = ["lm-eval>=0.4.13,<0.5"]
+GGUF = ["gguf>=0.10,<1"]
 WANDB = ["wandb>=0.26,<1"]
 # mlflow-skinny alone has no store: sqlalchemy and alembic are for runs in a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -64,6 +69,7 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
+        "pipeline.gating": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
@@ -98,6 +104,7 @@ setup(
         "clean": CLEAN,
         "fasttext": FASTTEXT,
         "eval": EVAL,
+        "gguf": GGUF,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "kernels": KERNELS,
@@ -108,6 +115,7 @@ setup(
             *CLEAN,
             *FASTTEXT,
             *EVAL,
+            *GGUF,
             *WANDB,
             *MLFLOW,
             "mkdocs-material>=9.7,<10",

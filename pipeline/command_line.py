@@ -201,7 +201,12 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
 
 
 def named_reports(arguments: Iterable[str]) -> dict[str, str]:
-    """The files of --report-on, by name.
+    """The files of --report-on, by name; raises as `named_files`."""
+    return named_files("--report-on", arguments)
+
+
+def named_files(option: str, arguments: Iterable[str]) -> dict[str, str]:
+    """The files of an option whose arguments are NAME=FILE, or FILE, which is its own name.
 
     Raises:
         ConfigError: two have one name.
@@ -209,11 +214,12 @@ def named_reports(arguments: Iterable[str]) -> dict[str, str]:
     files: dict[str, str] = {}
     for argument in arguments:
         name, separator, file = argument.partition("=")
-        if not separator:
-            file = name
+        # A path, or an address, may have the character itself.
+        if not separator or "/" in name or Path(argument).exists():
+            name = file = argument
         if name in files:
             raise ConfigError(
-                f"--report-on: expected each name once, found {name} for {files[name]} and for "
+                f"{option}: expected each name once, found {name} for {files[name]} and for "
                 f"{file}; give one of them another name"
             )
         files[name] = file

@@ -23,9 +23,10 @@ _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
 _BEFORE_THE_FIRST_LOG_LINE_S = 5.0
 _LOG_LINE = (
-    "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, "
+    "{desc}: {counted} of {counted_in_all}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, "
     "{remaining} left"
 )
+_BAR = "{l_bar}{bar}| {counted}/{counted_in_all} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _BAR_COLUMNS = 10
 """The least width of a bar, before its figures."""
 _COLUMNS = 80
@@ -117,7 +118,7 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
     def __str__(self) -> str:
         values = self.format_dict
         count = len(self._figures)
-        if values["bar_format"] is not None:
+        if values["bar_format"] == _LOG_LINE:
             # A line of a log has all figures, however long it becomes.
             return self._drawn(values, count)
         # A character in the last column would make the terminal wrap.
@@ -128,12 +129,24 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
         return self._drawn(values, count)
 
     def _columns_beside_bar(self, values: Mapping[str, Any], count: int) -> int:
-        without_bar = {**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}
+        without_bar = {**values, "bar_format": _BAR.replace("{bar}", ""), "ncols": None}
         return disp_len(self._drawn(without_bar, count))
 
     def _drawn(self, values: Mapping[str, Any], count: int) -> str:
         """The text with the first `count` of the figures."""
-        return str(self.format_meter(**{**values, "postfix": "  ".join(self._figures[:count])}))
+        scaled = bool(self.unit_scale)
+        shown: dict[str, Any] = dict(values)
+        shown["postfix"] = "  ".join(self._figures[:count])
+        shown["counted"] = _number(self.n, scaled=scaled)
+        shown["counted_in_all"] = _number(self.total or 0, scaled=scaled)
+        return str(self.format_meter(**shown))
+
+
+def _number(value: float, *, scaled: bool) -> str:
+    """A count as a whole number, or with an SI prefix: tqdm has `19.0` and `1.00` for 19 and 1."""
+    if scaled and value >= 1000:
+        return str(tqdm.format_sizeof(value))
+    return f"{value:,.0f}"
 
 
 class _LogLines:
@@ -155,7 +168,7 @@ def progress_bar(
     *,
     done: float = 0,
     every_s: float | None = None,
-    scaled: bool = True,
+    scaled: bool | None = None,
 ) -> ProgressBar:
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
@@ -164,8 +177,10 @@ def progress_bar(
 
     Args:
         done: how much was done earlier, which does not count for the speed.
-        scaled: whether the numbers get SI prefixes.
+        scaled: whether numbers from 1,000 on get SI prefixes; by default those of bytes and tokens.
     """
+    if scaled is None:
+        scaled = unit in ("B", " tokens")
     bar = partial(
         ProgressBar,
         total=total,
@@ -179,6 +194,7 @@ def progress_bar(
     if sys.stderr.isatty():
         return bar(
             file=sys.stderr,
+            bar_format=_BAR,
             dynamic_ncols=True,
             delay=_BEFORE_THE_FIRST_S,
             mininterval=_BETWEEN_DRAWINGS_S,

@@ -17,7 +17,11 @@
 # done are kept.
 set -euo pipefail
 
-cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+caller_folder=$PWD # relative paths of the command line begin there
+project=$(dirname "$0")/..
+# sbatch runs a copy of this file from its spool folder: the project is the folder it was called in.
+[[ -f "$project/slurm/common.sh" ]] || project=${SLURM_SUBMIT_DIR:-$project}
+cd "${PROJECT:-$project}"
 if [[ ! -f slurm/common.sh ]]; then
     echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2
     exit 2

@@ -6,6 +6,7 @@
 #   choose_config ARGUMENT…     CONFIG, the run's YAML or folder, which may be the first argument;
 #                               sets `changes` to every --set KEY=VALUE, as options of a stage, and
 #                               `arguments` to the others
+#   from_caller PATH            a path of the command line, as seen from the project
 #   afresh COMMAND…             runs a command without the variables of the job that calls it
 #   submit_afresh ARGUMENT…     sbatch in that way; prints the new job's id
 #   say, complain WORD…         print a line, to stdout with the time, or to stderr
@@ -60,6 +61,21 @@ wait_past_signals() {
 
 on_slurm() { [[ -n "${SLURM_JOB_ID:-}" ]]; }
 
+# Whether this shell is a step of its own, as in `srun --pty bash`; a batch script is none.
+in_step() { on_slurm && [[ -n "${SLURM_STEP_ID:-}" ]]; }
+
+# A container has the job's variables, and often not Slurm's commands.
+need_slurm_commands() {
+    on_slurm && ! command -v scontrol >/dev/null || return 0
+    local job=$SLURM_JOB_ID nodes=${SLURM_JOB_NUM_NODES:-1}
+    ((nodes == 1)) || die "this is job $job on $nodes nodes, and there is no scontrol on PATH" \
+        "(inside a container?): start the script outside, with CONTAINER set in slurm/site.env;" \
+        "or unset SLURM_JOB_ID, to use this node alone"
+    say "this is job $job, and there is no scontrol on PATH (inside a container?):" \
+        "everything runs on this node, and the job is not queued again"
+    unset SLURM_JOB_ID SLURM_RESTART_COUNT
+}
+
 load_site() {
     local site=${SITE_ENV:-slurm/site.env}
     # shellcheck source=slurm/site.env
@@ -79,6 +95,7 @@ load_site() {
         export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
     fi
     export PYTHONUNBUFFERED=1
+    need_slurm_commands
     read -ra container <<<"${CONTAINER:-}"
     if ((${#container[@]})); then
         export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this checkout's code, not the image's
@@ -125,8 +142,19 @@ choose_config() {
         shift
     done
     export CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
-    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder in $PWD;" \
+    CONFIG=$(from_caller "$CONFIG")
+    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder in ${caller_folder:-$PWD}" \
+        "or in the project's folder, $PWD;" \
         "the runs that come with the project are in configs/"
+}
+
+# A relative path begins where the user stands or, if nothing is there, at the project.
+from_caller() {
+    local path=$1
+    if [[ "$path" != /* && ! "${caller_folder:-$PWD}" -ef "$PWD" && -e "$caller_folder/$path" ]]; then
+        path=$caller_folder/$path
+    fi
+    echo "$path"
 }
 
 announce() {

@@ -50,9 +50,11 @@ for argument; do
 done
 
 script=$(cd "$(dirname "$0")" >/dev/null && pwd)/${0##*/} # before the folder changes
-# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called
-# in, not that of $0.
-cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+caller_folder=$PWD # relative paths of the command line begin there
+project=$(dirname "$0")/..
+# sbatch runs a copy of this file from its spool folder: the project is the folder it was called in.
+[[ -f "$project/slurm/common.sh" ]] || project=${SLURM_SUBMIT_DIR:-$project}
+cd "${PROJECT:-$project}"
 source slurm/common.sh || {
     echo "error: call sbatch in the project's root, or set PROJECT" >&2
     exit 2

@@ -4,6 +4,7 @@
 #   here COMMAND…               a serial stage: one process, on this node
 #   over_mpi COMMAND…           a stage that finds its ranks through MPI
 #   on_every_rank COMMAND…      a process per rank: over the allocation by srun, or on this machine
+#   overlap_own_step            lets srun start a step within the step that this shell is
 #   count_ranks                 prints how many ranks on_every_rank starts
 #   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of
 #                               a dry run
@@ -18,6 +19,7 @@ here() { exec "${container[@]}" "$@"; }
 over_mpi() {
     local launcher
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
+    overlap_own_step
     exec "${launcher[@]}" "${container[@]}" "$@"
 }
 
@@ -39,6 +41,7 @@ over_the_allocation() {
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST)," \
         "rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
+    overlap_own_step
     export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
     # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with
     # RESUME_LATER. --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank
@@ -47,6 +50,14 @@ over_the_allocation() {
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit \
         --cpu-bind=none --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" \
         "${options[@]}" bash slurm/launch.sh "$@"
+}
+
+# `srun --pty bash` is a step that holds the whole allocation: a step within it would wait for ever.
+overlap_own_step() {
+    in_step || return 0
+    say "this shell is step $SLURM_STEP_ID of job $SLURM_JOB_ID:" \
+        "the ranks share its CPUs and GPUs (srun --overlap)"
+    export SLURM_OVERLAP=1 # srun's variable for --overlap, which versions before 20.11 do not have
 }
 
 on_this_machine() {
@@ -72,21 +83,51 @@ count_ranks() {
 }
 
 # Without an allocation: what the script's #SBATCH lines and sbatch's environment request; with
-# NPROC, or where there is no Slurm, nothing, which means this machine.
+# NPROC, or where there is no Slurm, nothing, which means this machine. Where Slurm knows of no GPU,
+# the ranks are CPU processes.
 planned_cluster() {
-    local nodes ranks gpus=${SBATCH_GPUS_PER_NODE:-1}
+    local nodes ranks tasks gpus=${SBATCH_GPUS_PER_NODE:-} mebibytes="" what=GPUs of_cpu=""
     if on_slurm; then
         nodes=$SLURM_JOB_NUM_NODES ranks=$(count_ranks)
+        ((${SLURM_GPUS_ON_NODE:-0} > 0 || $(gpus_here) > 0)) || of_cpu=" --on-cpu"
     elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
         return
     else
-        nodes=$(sed -nE 's/^#SBATCH +(--nodes[= ]|-N *)([0-9]+).*/\2/p' "$1")
+        nodes=$(requested "$1" nodes N)
         nodes=${nodes:-1} # what sbatch allocates to a script that does not say
-        ranks=$((nodes * ${gpus##*:})) # h100:8
-        say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes;" \
+        tasks=$(requested "$1" ntasks-per-node ntasks-per-node)
+        [[ -n "$gpus" ]] || mebibytes=$(memory_without_gpus "${SBATCH_PARTITION:-}")
+        gpus=${gpus##*:} # h100:8
+        # As count_ranks: a rank per task, or per GPU if each node has one task.
+        ((${tasks:-1} > 1)) || tasks=${gpus:-1}
+        ranks=$((nodes * tasks))
+        if [[ -n "$mebibytes" ]]; then
+            what="CPU processes"
+            of_cpu=" --on-cpu --gpu-memory-gib $((mebibytes / tasks / 1024 + 1))"
+            say "Slurm knows of no GPU there; SBATCH_GPUS_PER_NODE=8 plans some" >&2
+        fi
+        say "a plan of what sbatch would request: $ranks $what on $nodes nodes;" \
             "NPROC=2 plans 2 processes here" >&2
     fi
-    echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
+    echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))$of_cpu"
+}
+
+# The number that an #SBATCH line of the script $1 gives for the option --$2 or -$3.
+requested() { sed -nE "s/^#SBATCH +(--$2[= ]|-$3 *)([0-9]+).*/\2/p" "$1"; }
+
+# The MiB of a node of the partition $1, by default Slurm's own default, if none of its nodes has
+# GPUs; else nothing.
+memory_without_gpus() {
+    local name resources mebibytes least=""
+    command -v sinfo >/dev/null || return 0
+    while IFS='|' read -r name resources mebibytes; do
+        # The default partition has a star behind its name.
+        [[ "$name" == "$1" || "$name" == "$1*" || (-z "$1" && "$name" == *"*") ]] || continue
+        [[ "$resources" != *gpu* ]] || return 0
+        mebibytes=${mebibytes%+} # of nodes that differ: the least
+        ((mebibytes > ${least:-mebibytes})) || least=$mebibytes
+    done < <(sinfo --noheader --format="%P|%G|%m" 2>/dev/null)
+    echo "$least"
 }
 
 # The first node's address as Slurm knows it; a port computed from the job's number, below the

@@ -20,6 +20,7 @@
 # Without Slurm the stages run one after the other on this machine. Stages that are done are
 # skipped.
 set -euo pipefail
+caller_folder=$PWD # relative paths of the command line begin there
 cd "$(dirname "$0")/.."
 source slurm/common.sh
 load_site

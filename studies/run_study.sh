@@ -21,13 +21,15 @@
 # off GPU nodes.
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool folder: the project is the folder in which sbatch
-# was called, not that of $0.
-cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+caller_folder=$PWD # relative paths of the command line begin there
+project=$(dirname "$0")/..
+# sbatch runs a copy of this file from its spool folder: the project is the folder it was called in.
+[[ -f "$project/slurm/common.sh" ]] || project=${SLURM_SUBMIT_DIR:-$project}
+cd "${PROJECT:-$project}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
 
-STUDY=${1:-${STUDY:-studies/configs/korean.yaml}}
+STUDY=$(from_caller "${1:-${STUDY:-studies/configs/korean.yaml}}")
 [[ -f "$STUDY" ]] ||
     die "STUDY=$STUDY: no such file; the studies that come with the project are in studies/configs/"
 export STUDY

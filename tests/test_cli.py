@@ -25,6 +25,7 @@ from tests.training.runs import write_config
 PROJECT = Path(__file__).parents[1]
 COMMANDS = all_commands()
 FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
+FILE_NAMES["try"] = "try_run.py"  # try is a word of Python
 
 
 def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:

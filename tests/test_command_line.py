@@ -16,6 +16,7 @@ import pytest
 from pipeline.command_line import (
     fraction,
     mebibytes,
+    named_files,
     named_reports,
     non_negative,
     positive,
@@ -209,3 +210,13 @@ def test_two_reports_of_one_name_are_refused():
     assert named_reports(["ko=a.txt", "b.txt"]) == {"ko": "a.txt", "b.txt": "b.txt"}
     with pytest.raises(ConfigError, match=r"--report-on: .* found ko for a\.txt and for b\.txt"):
         named_reports(["ko=a.txt", "ko=b.txt"])
+
+
+def test_a_file_may_have_the_sign_of_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lang=ko.txt").touch()
+    paths = ["lang=ko.txt", "hf://data/x?split=test", "texts/lang=ko/*.jsonl"]
+    assert named_files("--data", [*paths, "ko=lang=ko.txt"]) == {
+        **{path: path for path in paths},
+        "ko": "lang=ko.txt",
+    }

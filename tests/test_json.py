@@ -18,6 +18,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "object": (dict,),
     "list of texts": (list,),
+    "list of numbers": (list,),
     "list of objects": (list,),
 }
 
@@ -93,7 +94,14 @@ def test_an_estimate(run):
 
 
 def test_a_status(run):
-    check(printed("status", run.parent), "Status")
+    line = {"perplexity/korean": 9.5, "bits_per_byte/korean": 1.5}
+    lines = [{"step": 0, **line}, {"step": 1, "loss": 3.0}, {"step": 2, **line}]
+    (run.parent / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    status = printed("status", run.parent)
+    check(status, "Status")
+    (trend,) = status["heldout"]
+    check(trend, "A trend")
+    assert trend == {"corpus": "korean", "steps": [0, 2], "perplexity": [9.5, 9.5]}
 
 
 def test_training_itself_prints_no_json(run):

@@ -32,9 +32,25 @@ def test_a_log_has_a_plain_line_each_time(caplog):
         bar.update(1_000_000)
         bar.update(2_000_000)
     said = [record.getMessage() for record in caplog.records]
-    parts = ["0.00 of 4.00MB (0 %)", "1.00M of 4.00MB (25 %)", "3.00M of 4.00MB (75 %)"]
+    parts = ["0 of 4.00MB (0 %)", "1.00M of 4.00MB (25 %)", "3.00M of 4.00MB (75 %)"]
     assert [line.split(",")[0] for line in said] == [f"tokenizing: {part}" for part in parts]
     assert all(line.endswith(" left") and "\r" not in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "done", "shown"),
+    [
+        (" windows", 300, 19, "19 of 300 windows"),
+        (" steps", 12_000, 1_234, "1,234 of 12,000 steps"),
+        ("B", 1, 1, "1 of 1B"),
+        (" tokens", 999, 70, "70 of 999 tokens"),
+        (" tokens", 4_000_000, 1_500, "1.50k of 4.00M tokens"),
+    ],
+)
+def test_counts_are_whole_numbers(caplog, unit, total, done, shown):
+    with caplog.at_level(logging.INFO, "pipeline"), progress_bar("work", total, unit) as bar:
+        bar.update(done)
+    assert caplog.records[-1].getMessage().startswith(f"work: {shown} (")
 
 
 def test_the_first_line_in_a_log_comes_sooner_than_the_next(caplog, monkeypatch):
@@ -96,7 +112,7 @@ def test_a_bar_has_room_its_figures_are_whole_and_lines_have_their_own(columns, 
     drawn = [
         piece
         for piece in re.split("[\r\n]", opened.written)
-        if "/3000" in piece and " 0/3000" not in piece
+        if "/3,000" in piece and " 0/3,000" not in piece
     ]
     assert len(drawn) >= 5
     all_figures = ["loss 14.7394", "learning rate 1.11e-05", "179 tokens/s per rank", "MFU 41.0%"]

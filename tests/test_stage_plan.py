@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,47 @@ def test_a_fault_is_one_line_that_names_the_setting(stages, fault, tmp_path):
         return
     with pytest.raises(ConfigError, match=fault) as error:
         load_config(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        (["schedule.steps=12"], [4, 8]),
+        (["schedule.steps=3"], [1, 2]),
+        (["stages.0.steps=6"], [6, 4]),
+        (["stages.rows.steps=1", "stages.all.steps=1"], [1, 1]),
+        (["stages.0.steps=1", "schedule.steps=5"], [1, 4]),
+        (["stages=[{name: one, steps: 3}]"], [3]),
+        (["seed=3"], [2, 4]),
+    ],
+)
+def test_the_command_line_changes_all_steps_or_those_of_a_stage(changes, steps, tmp_path):
+    config = load_config(write_config(tmp_path, tmp_path, stages=TWO), changes)
+    assert [stage.steps for stage in config.stages] == steps
+    assert config.schedule.steps == sum(steps)
+
+
+def test_a_passage_is_as_long_a_part_of_its_stage_as_before(tmp_path):
+    stages = changed(1, passage_steps=2, replay_fraction=0.5)
+    config = load_config(write_config(tmp_path, tmp_path, stages=stages), ["schedule.steps=60"])
+    assert (config.stages[1].steps, config.stages[1].passage_steps) == (40, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("schedule.steps=1", "schedule.steps: found 1, expected at least one for each of the 2"),
+        ("stages.7.steps=1", "stages.7.steps=1: found no item 7; expected one of 0, 1, rows, all"),
+        ("stages.rws.steps=1", "found no item rws; expected one of 0, 1, rows, all"),
+        ("validation.prompts.0.x=1", "item 0 is no section, and has no x"),
+        ("stages.0.steps=-1", "stages.0.steps: Input should be greater than 0"),
+    ],
+)
+def test_a_change_that_fits_no_stage_is_a_fault_of_one_line(change, fault, tmp_path):
+    path = write_config(tmp_path, tmp_path, stages=TWO, validation__prompts=["one"])
+    with pytest.raises(ConfigError, match=re.escape(fault)) as error:
+        load_config(path, [change])
     assert "\n" not in str(error.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from torch import Tensor
@@ -11,13 +12,15 @@ from torch import Tensor
 from benchmarks.gate_separation.texts import Kind, self_generated, windows_of
 from benchmarks.results import Row
 from pipeline import log
-from pipeline.config.gate import GateFeatures, GateSettings
+from pipeline.config.gate import GateFeatures
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.gating.fit import area_under_roc
-from pipeline.gating.fit_run import BaseStream, fit_on
+from pipeline.gating.fitting import BaseStream, fit_on
+from pipeline.gating.fitting_text import FittingText
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.windows import FittingText, Windows, joined
+from pipeline.gating.threshold import threshold_by_open_fraction
+from pipeline.gating.windows import Windows, joined
 from pipeline.model.decoder import Decoder
 
 OWN_TEXT = "own text"
@@ -35,7 +38,7 @@ class Separation:
         self._length = options.sequence_length
         self._tokens = options.tokens
         self._tokenizer = load_tokenizer(options.base)
-        self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
+        self._max_open_fraction: float = options.max_open_fraction
         self._own_text: FittingText | None = None
         if options.own_text:
             # Written once: it is what all gates are fitted against.
@@ -64,7 +67,7 @@ class Separation:
         )
         # The same test text for all gates, whatever they were fitted against: rows compare.
         for against, text in self._fitting_texts(kinds[new], kinds[old], old).items():
-            all_features: Sequence[GateFeatures] = [self._settings.features]
+            all_features: Sequence[GateFeatures] = ["token+running_mean"]
             if against == old:
                 all_features = get_args(GateFeatures)
             for layer in layers:
@@ -96,9 +99,8 @@ class Separation:
         self, stream: BaseStream, text: FittingText, features: GateFeatures
     ) -> FittedGate | None:
         """The gate; None if most of what the base writes looks like the new text."""
-        settings = self._settings.model_copy(update={"features": features})
         try:
-            return fit_on(stream, text, settings).gate
+            fit = fit_on(stream, text, features)
         except DataError as error:
             # Of the user's own texts it is a mistake. What a base writes may look like the new text
             # where it was trained on such text: that is a finding.
@@ -106,6 +108,8 @@ class Separation:
                 raise
             logger.warning("before layer %d: left out: %s", stream.layer, error)
             return None
+        threshold = threshold_by_open_fraction(fit.negatives, self._max_open_fraction)
+        return replace(fit.gate, threshold=threshold)
 
     def _windows(self, texts: Iterable[str], *, is_new: bool) -> Windows:
         return windows_of(texts, self._tokenizer, self._length, self._tokens, is_new=is_new)

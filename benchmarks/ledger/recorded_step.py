@@ -17,7 +17,7 @@ from benchmarks.ledger.fusion import fused
 from benchmarks.ledger.tape import Operation, Tape
 from pipeline.model import loss_gradients, output
 from pipeline.parallel import fused_cross_entropy
-from pipeline.sizing.meta_device import kernels_of_gpus
+from pipeline.extensions.hosted.meta_device import kernels_of_gpus
 
 META = torch.device("meta")
 

@@ -24,6 +24,7 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
+    check_own_rows,
     check_parameter_groups,
     check_profile,
     check_run_folder,
@@ -77,6 +78,7 @@ _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
+    check_own_rows,
     check_initial_expansion,
     check_trained_expansion,
 )
@@ -94,6 +96,7 @@ _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
+    check_own_rows,
     check_samples_or_folder,
     check_texts,
     check_exported_tokenizer,

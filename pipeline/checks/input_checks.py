@@ -19,10 +19,12 @@ from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokeni
 from pipeline.data.tokenize.corpus_folder import finished
 from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
+from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.served_tokenizer import check_future_export
+from pipeline.methods.own_tokens import check_min_count
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.run_folder.lock import check_folder
@@ -156,6 +158,17 @@ def check_texts(inputs: RunInputs) -> list[UserError]:
         except UserError as fault:
             faults.append(fault)
     return faults
+
+
+def check_own_rows(inputs: RunInputs) -> None:
+    """Some token of the new text is frequent enough to have a row of its own."""
+    spec = inputs.get_or_none("spec")
+    tokenizer = inputs.get_or_none("tokenizer")
+    if spec is None or tokenizer is None or check_texts(inputs):
+        return  # Checks of their own report it.
+    is_made = (inputs.config.initial_expansion_folder / EXPANSION_MANIFEST).exists()
+    if not is_made:
+        check_min_count(inputs.config, spec.vocab_size, tokenizer)
 
 
 def check_samples(inputs: RunInputs) -> None:

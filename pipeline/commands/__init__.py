@@ -36,7 +36,7 @@ _CORE_COMMANDS = {
     "evaluate": "Scores models: perplexity, benchmarks, chats, or the final table of a run.",
     # Before a run.
     "new": "Makes a folder to work in: configurations, batch scripts, the demo's model and texts.",
-    "bases": "Lists which types of models can be a base: native, hosted or refused, and why.",
+    "try": "Goes through every stage of a run's job in 20 steps, in a folder of its own.",
     "estimate": "Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.",
     "tokenizer": "Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.",
     "vocabulary": "Adds tokens for a new language to a base's tokenizer.",
@@ -51,6 +51,10 @@ _CORE_COMMANDS = {
 }
 
 
+_MODULES = {"try": "try_run"}
+"""Modules whose names are not those of their commands: try is a word of Python."""
+
+
 @cache
 def all_commands() -> Mapping[str, Command]:
     """The commands of the core and of the installed extensions, in the order of `--help`.
@@ -61,7 +65,7 @@ def all_commands() -> Mapping[str, Command]:
     commands: dict[str, Command] = {}
     previous = ""
     for name, summary in _CORE_COMMANDS.items():
-        module = f"pipeline.commands.{name.replace('-', '_')}"
+        module = f"pipeline.commands.{_MODULES.get(name, name.replace('-', '_'))}"
         commands[name] = Command(summary, module, after=previous)
         previous = name
     for extension in extensions():

@@ -25,6 +25,7 @@ from pipeline.command_line import (
     add_text_key_option,
     as_json,
     folder_or_hub,
+    named_files,
     non_negative,
     positive,
     whole_number,
@@ -54,7 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="benchmarks of lm-eval, such as kobest_boolq kobest_copa arc_easy blimp",
     )
     parser.add_argument(
-        "--data", nargs="+", default=[], help="texts for perplexity: JSONL, .txt, Parquet"
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="texts for perplexity: JSONL, .txt, Parquet, each with a name for the table (default: "
+        "the file's)",
     )
     parser.add_argument(
         "--chats",
@@ -190,10 +196,11 @@ def _score_texts(arguments: argparse.Namespace) -> str:
     from pipeline.evaluation.table import score_table
 
     keys = Keys(arguments.text_key, arguments.prompt_key, special_tokens=arguments.special_tokens)
+    files = named_files("--data", arguments.data)
     scores = {}
     for model in arguments.model:
         # Read anew for each model: the documents are iterators, and used up by the one before.
-        texts = {name: good_documents([name], keys) for name in arguments.data}
+        texts = {name: good_documents([file], keys) for name, file in files.items()}
         scores[str(model)] = score_folder(
             model,
             texts,

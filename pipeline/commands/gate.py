@@ -37,12 +37,15 @@ def main(arguments: argparse.Namespace) -> None:
     # Under a lock: two fits would write the same folder.
     with serial_stage(config, "gate", locked=True):
         # After the configuration is checked, so that a mistake in it is reported at once.
-        from pipeline.gating.fit_run import as_text, fit_gate
+        from pipeline.gating.fit_run import fit_gate
         from pipeline.gating.folder import GATE_FOLDER
+        from pipeline.gating.open_old_text import warn_of_open_old_text
+        from pipeline.gating.table import as_text
 
         record, is_new = fit_gate(config)
         # A gate may be added to a finished run, and is exported with it.
         write_gate(config)
         print(as_text(record))
+        warn_of_open_old_text(record, config.gate.max_open_fraction)
         done = "is written" if is_new else "is already fitted"
         _logger.info("%s %s", config.folder / GATE_FOLDER, done)

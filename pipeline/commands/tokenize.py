@@ -39,7 +39,7 @@ from pipeline.data.tokenize.input_files import TOKENS, named_files
 from pipeline.data.tokenize.job import preprocess, remarks
 from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
-from pipeline.run_folder.run_file import write_new_run
+from pipeline.run_folder.run_file import goes_on_otherwise, write_new_run
 from pipeline.run_folder.serial_stage import serial_stage
 
 _CORPUS_OPTIONS = (
@@ -218,8 +218,17 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _jobs_of_run(config: RunConfig) -> list[Job]:
-    """The corpora of a run. Unless they are all made, its checks are made first."""
-    if not is_tokenized(config.data):  # Every restart of a run passes here, without torch.
+    """The corpora of a run. Its checks are made first, unless the run goes on as it was."""
+    # slurm/cpt_korean.sh says how many ranks will train on the tokens.
+    ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
+    # Every restart of a run passes here, without torch.
+    if is_tokenized(config.data):
+        if goes_on_otherwise(config):
+            # A setting that training would refuse is told before the finished stages are walked.
+            from pipeline.checks.checklist import check_stage
+
+            check_stage(config, ranks, "train")
+    else:
         for name, corpus in config.data.corpora.items():
             if corpus.clean is not None and not cleaned_folder(config.data, name).is_dir():
                 raise DataError(
@@ -228,8 +237,6 @@ def _jobs_of_run(config: RunConfig) -> list[Job]:
         _logger.info("tokenizing %s: loading the libraries, then checking the run", config.name)
         from pipeline.checks.checklist import check_stage  # Here, because it loads torch.
 
-        # slurm/cpt_korean.sh says how many ranks will train on the tokens.
-        ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.fewest_ranks)
         check_stage(config, ranks, "tokenize")
     return list(corpus_jobs(config.data, config.tokenizer))
 

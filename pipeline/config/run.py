@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import BaseCode, BasePrecision, Fp8Settings, VocabularySettings
+from pipeline.config.changed_steps import with_fitting_steps
 from pipeline.config.checkpoints import CheckpointSettings
 from pipeline.config.data import Data, Role
 from pipeline.config.gate import GateSettings
@@ -43,7 +44,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
-    """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
+    """pretrained model: a Hugging Face folder with safetensors, a GGUF file, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
     base_code: BaseCode | None = None
     """which code computes the base: this package's (native), or transformers', which knows every
@@ -298,7 +299,10 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
     source = str(path)
     for change in changes:
         source += f" {COMMAND_LINE} {change}"
-    config = parse_config(read_settings(path, changes), source=source)
+    settings = read_settings(path, changes)
+    if changes:
+        settings = with_fitting_steps(read_settings(path), settings)
+    config = parse_config(settings, source=source)
     if base == "named":
         return config
 

@@ -7,6 +7,8 @@ Each of these changes the ones before it, key by key:
     a section           merged with the one before, unless its key `name` is another
     null for a section  removes it
     any other value     replaces the one before; so does a list, as a whole
+
+`--set` changes one item of a list by its number, from 0, or by its `name`: stages.0.steps=6.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     else:
         values = _extended(path, ())
     for change in changes:
-        values = merged(values, _change_of(change))
+        values = merged(values, _change_of(change, values))
     return values
 
 
@@ -110,13 +112,44 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def _change_of(text: str) -> dict[str, Any]:
-    """The settings that an argument such as `schedule.steps=20` changes; its value is YAML."""
+def _change_of(text: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What an argument such as `schedule.steps=20` changes in `settings`; its value is YAML."""
     dotted, equals, value = text.partition("=")
     if not (dotted and equals):
         raise ConfigError(f"{COMMAND_LINE} {text}: expected KEY=VALUE, such as schedule.steps=20")
     # As YAML, so that numbers, lists and null have the types that they have in a file.
-    values: Any = parse_yaml(value, f"{COMMAND_LINE} {text}: expected a value in YAML")
-    for key in reversed(dotted.strip().split(".")):
-        values = {key: values}
-    return dict(values)
+    parsed: Any = parse_yaml(value, f"{COMMAND_LINE} {text}: expected a value in YAML")
+    return _nested(dotted.strip().split("."), parsed, settings, text)
+
+
+def _nested(keys: Sequence[str], value: Any, settings: Any, text: str) -> dict[str, Any]:
+    """`value` under its keys, for `merged`. A list among `settings` is whole, one item changed."""
+    key, *rest = keys
+    before = settings.get(key) if isinstance(settings, Mapping) else None
+    if not rest:
+        return {key: value}
+    if isinstance(before, list):
+        return {key: _with_item(before, rest, value, text)}
+    return {key: _nested(rest, value, before, text)}
+
+
+def _with_item(items: Sequence[Any], keys: Sequence[str], value: Any, text: str) -> list[Any]:
+    """A list with one item changed: `keys` are its number or name, and what is changed of it."""
+    key, *rest = keys
+    changed = list(items)
+    numbers = [str(number) for number in range(len(items))]
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
+    if key in numbers:
+        number = int(key)
+    elif key in names:
+        number = names.index(key)
+    else:
+        known = ", ".join([*numbers, *filter(None, names)]) or "none, as the list is empty"
+        raise ConfigError(f"{COMMAND_LINE} {text}: found no item {key}; expected one of {known}")
+    if not rest:
+        changed[number] = value
+    elif isinstance(items[number], Mapping):
+        changed[number] = merged(items[number], _nested(rest, value, items[number], text))
+    else:
+        raise ConfigError(f"{COMMAND_LINE} {text}: item {key} is no section, and has no {rest[0]}")
+    return changed

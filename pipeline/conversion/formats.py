@@ -69,10 +69,13 @@ def check_format(model: TrainedModel, format: str) -> ExportFormat:
     )
     if format == AUTO:
         format = auto_format(reasons)
-    if reasons[format] is not None:
+    reason = reasons[format]
+    if reason is not None:
+        # The reasons against formats that nobody asked for are the dry run's to tell.
+        possible = [other for other, against in reasons.items() if against is None]
+        instead = f"; --format {' or '.join(possible)} can" if possible else ""
         raise ConversionError(
-            f"{model.checkpoint}: cannot be exported with --format {format}, but with "
-            f"{describe_formats(reasons)}"
+            f"{model.checkpoint}: cannot be exported with --format {format}: {reason}{instead}"
         )
     return export_formats()[format]
 

@@ -21,7 +21,8 @@ from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_f
 from pipeline.evaluation.table import score_table, table
 from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import read_object, write_json
-from pipeline.gating.folder import GATE_FOLDER, open_record
+from pipeline.gating.folder import GATE_FOLDER, GateRecord, open_record
+from pipeline.gating.open_old_text import warn_of_open_old_text
 from pipeline.hf.folder_kinds import EXPORT
 from pipeline.run_folder.status import TRAINING
 
@@ -109,11 +110,17 @@ def summarise(
     }
     if gate is not None:
         values["gate_open"] = {name: text.open_fraction for name, text in gate.heldout.items()}
+        values["gate_closed_samples"] = {
+            name: text.closed_sequences for name, text in gate.heldout.items()
+        }
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
     write_json(summary, values)
+    if gate is not None and config.gate is not None:
+        warn_of_open_old_text(gate, config.gate.max_open_fraction)
 
     name = _method_title(config)
-    tables = [score_table({"base": scores["before"], name: scores["after"]})]
+    columns = _gate_columns(gate, name) if gate is not None else None
+    tables = [score_table({"base": scores["before"], name: scores["after"]}, columns)]
     if asked:
         head, rows = chat_rows({"base": answered["before"], name: answered["after"]})
         tables.append(table(head, rows))
@@ -128,9 +135,24 @@ def _notes(config: RunConfig, trained_fraction: float) -> str:
         "Whole documents, in windows that overlap; the log of\n"
         "training scores packed sequences, which cut them."
     )
+    if config.gate is not None:
+        notes += (
+            "\nOpen is the share of tokens that the gate opens. A sample on which it never opens "
+            "kept every\nlogit of the base, to the bit. Both are of training's held-out samples."
+        )
     if config.vocabulary is not None:
         notes += "\nTwo tokenizers: only bits per byte can be compared."
     return notes
+
+
+def _gate_columns(gate: GateRecord, model: str) -> dict[str, dict[tuple[str, str], str]]:
+    """On how much of each corpus the gate opens, and how much keeps the base's logits whole."""
+    is_open: dict[tuple[str, str], str] = {}
+    is_kept: dict[tuple[str, str], str] = {}
+    for corpus, text in gate.heldout.items():
+        is_open[model, corpus] = f"{text.open_fraction:.2%}"
+        is_kept[model, corpus] = f"{text.closed_sequences} of {text.sequences}"
+    return {"open": is_open, "kept every logit": is_kept}
 
 
 def _places(config: RunConfig) -> str:

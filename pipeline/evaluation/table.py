@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.run_folder.metrics import mean, spread
+from pipeline.run_folder.metrics import mean, readable, spread
 
 if TYPE_CHECKING:
     # Its module loads torch, and commands that print a table may need none.
@@ -33,11 +33,6 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def readable(perplexity: float) -> str:
-    """A perplexity with two decimals, or in scientific notation if it is very large."""
-    return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
-
-
 def cell(value: float | None, form: str) -> str:
     """A value in the given format; empty if there is none."""
     return "" if value is None else format(value, form)
@@ -51,30 +46,36 @@ def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
     return f"{form(mean(values))} ±{form(deviation)}"
 
 
-def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
+def score_table(
+    scores: Mapping[str, Mapping[str, Score]],
+    further: Mapping[str, Mapping[tuple[str, str], str]] | None = None,
+) -> str:
     """A table with a row for each model and corpus.
 
-    scores: by the name of the model, then of the corpus.
+    Args:
+        scores: by the name of the model, then of the corpus.
+        further: the cells of further columns, by header, then by model and corpus.
     """
+    columns = further or {}
     rows: list[list[str]] = []
     cut: set[str] = set()
     for model, corpora in scores.items():
         for corpus, score in corpora.items():
             name = corpus if len(scores) == 1 else f"{model}: {corpus}"
-            rows.append(
-                [
-                    name,
-                    f"{score.documents:,}",
-                    f"{score.tokens:,}",
-                    readable(score.perplexity),
-                    f"{score.bits_per_byte:.4f}",
-                ]
-            )
+            row = [
+                name,
+                f"{score.documents:,}",
+                f"{score.tokens:,}",
+                readable(score.perplexity),
+                f"{score.bits_per_byte:.4f}",
+            ]
+            row += [cells.get((model, corpus), "") for cells in columns.values()]
+            rows.append(row)
             if not score.whole:
                 cut.add(corpus)
     note = ""
     if cut:
         names = ", ".join(sorted(cut))
         note = f"Only a part of {names} was scored; --max-bytes 0 scores all of it."
-    header = ["", "documents", "tokens", "perplexity", "bits per byte"]
+    header = ["", "documents", "tokens", "perplexity", "bits per byte", *columns]
     return f"{table(header, rows)}\n{note}"

@@ -8,19 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.windows import Windows, as_windows
-from pipeline.hosted.bases import computed_dtype
+from pipeline.gating.inputs import decoder_inputs
+from pipeline.gating.windows import Windows
 from pipeline.log import progress_bar
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
@@ -30,21 +28,55 @@ from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()
+def reference_nll(
+    decoder: CausalDecoder, base: CausalDecoder, windows: Windows, config: RunConfig
+) -> Tensor:
+    """The nll of the targets by the base, and by the trained model without its gate: [2, N, S], in
+    fp64.
+
+    Args:
+        decoder: the trained model.
+        base: the base. It is `decoder` itself, except after full fine-tuning.
+        windows: N windows of S tokens.
+        config: the run.
+    """
+    decoder.gate = None
+    found: list[Tensor] = []
+    with progress_bar("scoring new text", len(windows), " sequences") as bar:
+        for group in windows.groups():
+            found.append(_reference_nll(decoder, base, group, config))
+            bar.update(len(group))
+    return torch.cat(found, dim=1)
+
+
+def _reference_nll(
+    decoder: CausalDecoder, base: CausalDecoder, group: Windows, config: RunConfig
+) -> Tensor:
+    """`reference_nll` of a group of windows."""
+    inputs, targets = decoder_inputs(group, config, decoder)
+    of_base = _nll(base, base_states(base, inputs), targets)
+    ungated = _nll(decoder, decoder.hidden_states(*inputs), targets)
+    return torch.stack([of_base, ungated]).view(2, *group.tokens.shape)
+
+
+@torch.no_grad()
 def measure(
     decoder: CausalDecoder,
     base: CausalDecoder,
     gate: FittedGate,
-    heldout: Mapping[str, HeldoutSamples],
+    heldout: Mapping[str, Windows],
     config: RunConfig,
+    known: Mapping[str, Tensor],
 ) -> tuple[dict[str, HeldoutText], float | None]:
-    """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
+    """The effect of `gate` on held-out text.
 
     Args:
         decoder: the trained model, without a gate.
         base: the base. It is `decoder` itself, except after full fine-tuning.
         gate: the gate to measure.
-        heldout: the held-out samples of each corpus, by its name.
+        heldout: the held-out windows of each corpus, by its name.
         config: the run.
+        known: the `reference_nll` of corpora where it was computed before.
 
     Returns:
         The effect on each corpus.
@@ -52,69 +84,110 @@ def measure(
         opens. It is None if the gate opens in every sequence, and for full fine-tuning, where the
         base is a model of its own: its logits are compared when the export joins the two models.
     """
-    count = config.validation.max_sequences
-    total = sum(min(count, len(samples)) for samples in heldout.values())
     texts: dict[str, HeldoutText] = {}
     differences: list[float] = []
+    total = sum(len(windows) for windows in heldout.values())
     with progress_bar("measuring the gate", total, " sequences") as bar:
-        for name, samples in heldout.items():
-            windows = as_windows(list(islice(samples, count)), is_new=False)
-            all_closed: list[Tensor] = []
-            all_nll: list[Tensor] = []
+        for name, windows in heldout.items():
+            parts: list[_Measured] = []
+            first = 0
             for group in windows.groups():
-                difference: float | None = None
+                reference: Tensor | None = None
+                if name in known:
+                    reference = known[name][:, first : first + len(group)]
                 if base is decoder:
-                    closed, nll, difference = _passes(decoder, gate, group, config)
+                    measured = _passes(decoder, gate, group, config, reference)
                 else:
-                    closed, nll = _passes_of_two(decoder, base, gate, group, config)
-                all_closed.append(closed)
-                all_nll.append(nll)
-                if difference is not None:
-                    differences.append(difference)
+                    measured = _passes_of_two(decoder, base, gate, group, config, reference)
+                parts.append(measured)
+                if measured.difference is not None:
+                    differences.append(measured.difference)
+                first += len(group)
                 bar.update(len(group))
             texts[name] = _figures(
                 config.data.corpora[name].role,
                 windows,
-                closed=torch.cat(all_closed),
-                nll=torch.cat(all_nll, dim=1),
+                closed=torch.cat([part.closed for part in parts]),
+                nll=torch.cat([part.nll for part in parts], dim=1),
                 base_tokens=decoder.output.base_columns,
             )
     return texts, max(differences, default=None)
 
 
-def _passes(
-    decoder: CausalDecoder, gate: FittedGate, group: Windows, config: RunConfig
-) -> tuple[Tensor, Tensor, float | None]:
-    """Runs the base, the model without its gate, and the model with it.
+@torch.no_grad()
+def measure_windows(
+    decoder: CausalDecoder,
+    base: CausalDecoder,
+    gate: FittedGate,
+    windows: Windows,
+    config: RunConfig,
+) -> Tensor:
+    """The nll of the targets by the base, by the model without its gate, and with it: [3, N, S], in
+    fp64. The arguments are those of `measure`.
+    """
+    found: list[Tensor] = []
+    with progress_bar("measuring kinds of text", len(windows), " sequences") as bar:
+        for group in windows.groups():
+            if base is decoder:
+                measured = _passes(decoder, gate, group, config, None)
+            else:
+                measured = _passes_of_two(decoder, base, gate, group, config, None)
+            found.append(measured.nll)
+            bar.update(len(group))
+    return torch.cat(found, dim=1)
 
-    Returns:
-        Where the gate is closed: bool [N, S].
-        The nll of the targets in the three passes: [3, N, S], in fp64.
-        The largest difference of a logit from the base's in the windows where the gate never opens;
-        None if there is no such window.
+
+class _Measured(NamedTuple):
+    """What the passes over a group of windows gave.
+
+    Attributes:
+        closed: bool [N, S], where the gate is closed.
+        nll: [3, N, S] in fp64, of the targets by the base, by the model without its gate, and with
+            it.
+        difference: the largest difference of a logit from the base's in the windows where the gate
+            never opens; None if there is no such window, or the base is a model of its own.
+    """
+
+    closed: Tensor
+    nll: Tensor
+    difference: float | None
+
+
+def _passes(
+    decoder: CausalDecoder,
+    gate: FittedGate,
+    group: Windows,
+    config: RunConfig,
+    reference: Tensor | None,
+) -> _Measured:
+    """Runs the model with its gate; the base and the model without it where that is needed.
+
+    reference: the `reference_nll` of the group, where it is known.
     """
     inputs, targets = decoder_inputs(group, config, decoder)
-    base = decoder.hidden_states(*inputs, path="base")
-    decoder.gate = None
-    ungated = decoder.hidden_states(*inputs)
     decoder.gate = gate
     gated = decoder.hidden_states(*inputs)
+    decoder.gate = None
     assert gated.closed is not None, "it has a gate"
-    # The base's pass counts as closed everywhere: the base gives no probability to new tokens.
-    base = replace(base, closed=torch.ones_like(gated.closed))
-
     # Padding counts as closed, whatever the gate decides there: nothing is predicted on it.
     closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
     never_opens = closed.all(dim=1, keepdim=True)
     rows = (never_opens & group.present).flatten().to(targets.device)
-    difference = None
-    if rows.any():
-        difference = _largest_difference(decoder, gated, base, rows)
 
+    base: HiddenStates | None = None
+    difference = None
+    if rows.any() or reference is None:
+        base = base_states(decoder, inputs)
+    if base is not None and rows.any():
+        difference = _largest_difference(decoder, gated, base, rows)
     nll: list[Tensor] = []
-    for hidden in (base, ungated, gated):
-        nll.append(decoder.output(hidden, targets).nll.double().cpu())
-    return closed, torch.stack(nll).view(3, *closed.shape), difference
+    if reference is not None:
+        nll.extend(reference.flatten(1).unbind())
+    elif base is not None:
+        nll.append(_nll(decoder, base, targets))
+        nll.append(_nll(decoder, decoder.hidden_states(*inputs), targets))
+    nll.append(_nll(decoder, gated, targets))
+    return _Measured(closed, torch.stack(nll).view(3, *closed.shape), difference)
 
 
 def _passes_of_two(
@@ -123,30 +196,41 @@ def _passes_of_two(
     gate: FittedGate,
     group: Windows,
     config: RunConfig,
-) -> tuple[Tensor, Tensor]:
+    reference: Tensor | None,
+) -> _Measured:
     """As `_passes`, where the base is a model of its own.
 
     An open token takes the logits of the trained model, a closed token those of the base.
-
-    Returns:
-        Where the gate is closed: bool [N, S].
-        The nll of the targets by the base, by the trained model, and with the gate: [3, N, S], in
-        fp64.
     """
-    inputs, targets = decoder_inputs(group, config, decoder)
+    inputs, _ = decoder_inputs(group, config, decoder)
     stream = base.base_stream(*inputs, layer=gate.layer)
     document_ids = None
     if inputs.documents is not None:
         document_ids = inputs.documents.ids
     is_open = gate.is_open(stream, document_ids) | gate.opens_id(inputs.tokens)
     closed = ~is_open.cpu() | ~group.present
-    nll: list[Tensor] = []
-    for model in (base, decoder):
-        found = model.output(model.hidden_states(*inputs), targets).nll
-        nll.append(found.double().cpu().view(closed.shape))
-    base_nll, trained_nll = nll
+    if reference is None:
+        reference = _reference_nll(decoder, base, group, config)
+    base_nll, trained_nll = reference
     gated_nll = torch.where(closed, base_nll, trained_nll)
-    return closed, torch.stack([base_nll, trained_nll, gated_nll])
+    return _Measured(closed, torch.stack([base_nll, trained_nll, gated_nll]), None)
+
+
+def base_states(base: CausalDecoder, inputs: TokenBatch) -> HiddenStates:
+    """The base's hidden states. It gives no probability to new tokens, as where a gate is closed.
+
+    base: a decoder that keeps the base, or the base itself.
+    """
+    if not base.keeps_base:
+        return base.hidden_states(*inputs)
+    hidden = base.hidden_states(*inputs, path="base")
+    closed = torch.ones(len(hidden.x), dtype=torch.bool, device=hidden.x.device)
+    return replace(hidden, closed=closed)
+
+
+def _nll(model: CausalDecoder, hidden: HiddenStates, targets: Tensor) -> Tensor:
+    """The nll of the targets, in fp64 on the CPU; 0 where nothing is predicted."""
+    return model.output(hidden, targets).nll.double().cpu()
 
 
 def _figures(
@@ -191,32 +275,6 @@ def _figures(
 
 def _perplexity(nll: Tensor) -> float | None:
     return _finite(perplexity(float(nll.mean())))
-
-
-def loaded(model: TrainedModel) -> CausalDecoder:
-    """The model on a GPU in its base's type; without a GPU in fp32 on the CPU.
-
-    Matrix products in 16 bits are slow on CPUs.
-    """
-    if torch.cuda.is_available():
-        return model.loaded(computed_dtype(model.base), torch.device("cuda"))
-    return model.loaded(torch.float32, torch.device("cpu"))
-
-
-def decoder_inputs(
-    group: Windows, config: RunConfig, decoder: CausalDecoder
-) -> tuple[TokenBatch, Tensor]:
-    """The decoder's inputs, and the targets [B · S], on the decoder's device.
-
-    The inputs are tokens [B, S], positions [B, S], and the bounds of documents unless
-    `data.document_mask` is off.
-    """
-    device = decoder.device
-    documents = None
-    if config.data.document_mask:
-        documents = group.documents(device)
-    batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
-    return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(

@@ -1,4 +1,4 @@
-"""Logistic regression on features, a threshold for its scores, and how well they separate."""
+"""Logistic regression on features, and how well its scores separate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pipeline.errors import DataError
 _RIDGE = 1e-4
 """L2 penalty on the weights: without it, separable text would have no finite solution."""
 _ITERATIONS = 200
-_EQUAL = 1e-3
-"""Scores that differ by less may be those of one state, computed in another order."""
 
 
 def standardisation(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,44 +71,6 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
     with torch.enable_grad():
         optimizer.step(loss)
     return weight.detach().cpu(), float(bias.detach())
-
-
-def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
-    """A threshold of the log odds, above which at most `max_open_fraction` of the scores lie.
-
-    It is above 0 (even odds), and in the middle of the widest gap between two neighbouring
-    scores above which at least half of that fraction lies. Tokens with equal states, such as the
-    first of every document, have equal scores: with a threshold at one of these scores, rounding
-    would decide whether they open. If the widest gap is as narrow as rounding, the next wider gap
-    above it is taken.
-
-    Args:
-        scores: [N], the scores of tokens that are not new.
-        max_open_fraction: the largest share of them above the threshold.
-
-    Raises:
-        DataError: the scores are too few to measure that share.
-    """
-    allowed = int(max_open_fraction * len(scores))
-    if allowed < 1:
-        raise DataError(
-            f"gate.max_open_fraction: {max_open_fraction:g} cannot be measured on {len(scores)} "
-            "unused tokens of text that is not new; expected at least "
-            f"{int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
-        )
-    # Gap k lies between below[k] and above[k], and k of the scores are above it.
-    # In fp64: the middle of two neighbouring fp32 numbers may round to one of them.
-    below = scores.sort(descending=True).values[: allowed + 1].clamp(min=0).double()
-    above = torch.cat([below[:1] + 1, below[:-1]])
-    gaps = above - below
-    # Not the topmost gaps: they use little of the fraction that the user allows, and close more
-    # new text than need be.
-    fewest = allowed // 2
-    place = fewest + int(gaps[fewest:].argmax())
-    if gaps[place] < _EQUAL:
-        # Gap 0, above the highest score, was made 1 wide: there is always one.
-        place = int((gaps >= _EQUAL).nonzero().max())
-    return float((above[place] + below[place]) / 2)
 
 
 def area_under_roc(positives: Tensor, negatives: Tensor) -> float:

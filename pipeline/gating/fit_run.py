@@ -4,51 +4,42 @@ writes it with its figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline import log
 from pipeline.checkpoint.folder import newest_checkpoint
-from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.manifest import check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
-from pipeline.config.gate import GateFeatures, GateSettings, OpenIdSettings
+from pipeline.config.gate import GateSettings, OpenIdSettings
 from pipeline.config.run import RunConfig
-from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
-from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
-from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import CheckpointError, DataError, PreservationError
-from pipeline.evaluation.table import cell, readable, table
-from pipeline.files.hashes import file_hash
-from pipeline.gating.effect import loaded, measure
-from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
-from pipeline.gating.folder import (
-    FIRST_TOKENS,
-    GATE_FOLDER,
-    GATE_RECORD,
-    GateRecord,
-    open_gate,
-    write_gate,
-)
-from pipeline.gating.gate import FittedGate, gate_features
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
+from pipeline.errors import DataError, PreservationError
+from pipeline.gating.changes import CHANGES, change_windows, document_texts
+from pipeline.gating.documents import Packer
+from pipeline.gating.effect import measure
+from pipeline.gating.fit import area_under_roc
+from pipeline.gating.fitting import BaseStream, Fit, fit_on
+from pipeline.gating.fitting_text import FittingText, read_fitting_text
+from pipeline.gating.folder import GATE_FOLDER, GateRecord, KindFigures, write_gate
+from pipeline.gating.gate import FittedGate
+from pipeline.gating.inputs import loaded
+from pipeline.gating.kind_effect import kind_figures
+from pipeline.gating.kinds import kept_records, negatives_file, read_kinds, with_kinds
+from pipeline.gating.new_text import Models, choose_threshold, score_new_text
 from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
-from pipeline.gating.windows import FittingText, Windows, read_fitting_text
-from pipeline.log import progress_bar
+from pipeline.gating.request import earlier_gate, gate_request
+from pipeline.gating.table import warn
+from pipeline.gating.windows import NO_KIND, Windows, as_windows
 from pipeline.methods.own_tokens import token_counts
-from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
-MOST_LEFT_OUT = 0.5
-"""The largest share of self-generated text that may look like the new text."""
-MOST_COST = 0.02
-"""By what share the gate may raise the perplexity of new text without a warning."""
 _logger = log.get_logger(__name__)
 
 
@@ -62,96 +53,190 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         Whether it was fitted now; False if an earlier call with an equal request had written it.
 
     Raises:
-        ConfigError: gate.layer is not in the base.
+        ConfigError: gate.layer is not in the base, or gate.leave_out names no kind of text.
         CheckpointError: the checkpoint is missing or damaged, or does not fit.
         BaseModelError: the base is missing or damaged, or does not fit.
-        DataError: a corpus is missing, damaged or too small, or does not fit.
+        DataError: a corpus or gate.negatives_file is missing, damaged or too small, or does not
+            fit.
         PreservationError: a sequence on which the gate never opens does not get the base's logits.
     """
-    assert config.gate is not None, "its caller has seen it"
+    settings = config.gate
+    assert settings is not None, "its caller has seen it"
     model = open_trained(newest_checkpoint(config), config.base)
     folder = config.folder / GATE_FOLDER
-    request = _request(config, config.gate, model)
-    found = _earlier(folder)
-    if found is not None and found.request == request:
+    request = gate_request(config, settings, model)
+    found = earlier_gate(folder, request)
+    if found is not None:
         return found, False
 
     # Before the long work: a damaged checkpoint would give a gate of other weights.
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
-    layer = gate_layer(config.gate, model)
-    fingerprint = load_tokenizer(config.tokenizer).fingerprint
-    text = _fitting_text(config, config.gate, fingerprint)
-    heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
-    if not heldout:
-        raise DataError(
-            "gate: no corpus has a held-out part to measure it on; set heldout_input or "
-            "heldout_fraction"
-        )
+    layer = gate_layer(settings, model)
+    tokenizer = load_tokenizer(config.tokenizer)
+    text = _fitting_text(config, settings, tokenizer)
+    heldout = _heldout_windows(config, tokenizer)
 
     decoder = loaded(model)
     base = decoder
     if not decoder.keeps_base:
         # Full fine-tuning: the base is a model of its own.
         base = loaded(replace(model, untrained=True))
-    fit = fit_on(BaseStream(base, layer), text, config.gate)
+    models = Models(trained=decoder, base=base)
+    stream = BaseStream(base, layer)
+    fit = fit_on(stream, text, settings.features)
     open_ids = NO_OPEN_IDS
-    if config.gate.open_ids is not None:
-        open_ids = _open_ids(config, config.gate.open_ids, model, fit.self_generated_ids)
+    if settings.open_ids is not None:
+        open_ids = _open_ids(config, settings.open_ids, model, fit)
     gate = replace(fit.gate, open_ids=open_ids.ids)
-    # On text that was not used for fitting. A token is open by its score, or by its id.
-    is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
-    is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
-    texts, difference = measure(decoder, base, gate, heldout, config)
+    new = score_new_text(models, stream, gate, _new_text(config, heldout, fit), config)
+    thresholds = choose_threshold(models, gate, fit, new, settings, config)
+    gate = thresholds.gate
+
+    texts = dict(thresholds.texts)
+    rest = {name: windows for name, windows in heldout.items() if name not in texts}
+    others, difference = measure(*models, gate, rest, config, new.nll)
+    texts |= others
+    if thresholds.difference is not None:
+        difference = max(thresholds.difference, difference or 0.0)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
             f"{difference:.3g}, expected 0.0; nothing was written: report it"
         )
+    chosen = thresholds.figures[settings.threshold_rule]
     record = GateRecord(
         request=request,
         layer=gate.layer,
         features=gate.features,
         bias=gate.bias,
         threshold=gate.threshold,
+        threshold_rule=settings.threshold_rule,
+        thresholds=thresholds.figures,
         open_ids=len(gate.open_ids),
         open_ids_of_new=open_ids.of_new,
         open_ids_of_old=open_ids.of_old,
         auc=area_under_roc(fit.new, fit.negatives),
-        closed_fraction_of_new=float((~is_new_open).double().mean()),
-        open_fraction_of_negatives=float(is_negative_open.double().mean()),
+        closed_fraction_of_new=chosen.closed_fraction_of_new,
+        open_fraction_of_negatives=chosen.open_fraction_of_negatives,
         left_out_of_own_text=fit.left_out,
-        heldout=texts,
+        heldout={name: texts[name] for name in heldout},
+        kinds=kind_figures(
+            models, gate, text.unused, fit.is_open(gate), text.kinds, config, fit.left_out_kinds
+        ),
+        changes=_changes(models, stream, gate, text, config, tokenizer),
         closed_max_abs_logit_difference=difference,
     )
     write_gate(folder, gate, record)
-    warn_of_cost(record)
+    warn(record, settings)
     return record, True
 
 
-def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -> FittingText:
-    """The windows to fit on.
+def _fitting_text(config: RunConfig, settings: GateSettings, tokenizer: Tokenizer) -> FittingText:
+    """The windows to fit on: of the run's corpora, and of the kinds of text in a file.
 
     The new tokens of an extended vocabulary are left out: they are open whatever their score.
+
+    Raises:
+        ConfigError: gate.leave_out names no kind.
+        DataError: a corpus or the file is missing, damaged or too small.
     """
-    if config.vocabulary is None:
-        return read_fitting_text(config, settings, fingerprint)
-    vocabulary = read_vocabulary(config.vocabulary.folder)
-    text = read_fitting_text(config, settings, fingerprint, vocabulary.base_tokenizer)
-    return FittingText(
-        fit=text.fit.without_tokens_from(vocabulary.base_rows),
-        unused=text.unused.without_tokens_from(vocabulary.base_rows),
+    sampled_fingerprint: str | None = None
+    first_new = None
+    if config.vocabulary is not None:
+        vocabulary = read_vocabulary(config.vocabulary.folder)
+        sampled_fingerprint = vocabulary.base_tokenizer
+        first_new = vocabulary.base_rows
+    text = read_fitting_text(config, settings, tokenizer.fingerprint, sampled_fingerprint)
+    file = negatives_file(settings)
+    if file is not None:
+        text = with_kinds(
+            text, kept_records(read_kinds(file), settings.leave_out), config, tokenizer
+        )
+    if first_new is not None:
+        text = text.without_tokens_from(first_new)
+    return text
+
+
+def _heldout_windows(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Windows]:
+    """The held-out windows of each corpus: its first ones, as many as in validation.
+
+    Raises:
+        DataError: there are none, or a corpus is missing, damaged, or of another tokenizer.
+    """
+    windows: dict[str, Windows] = {}
+    heldout = load_heldout(config.data, tokenizer_fingerprint=tokenizer.fingerprint)
+    for name, samples in heldout.items():
+        first = list(islice(samples, config.validation.max_sequences))
+        windows[name] = as_windows(first, is_new=False)
+    if not windows:
+        raise DataError(
+            "gate: no corpus has a held-out part to measure it on; set heldout_input or "
+            "heldout_fraction"
+        )
+    return windows
+
+
+def _new_text(config: RunConfig, heldout: dict[str, Windows], fit: Fit) -> dict[str, Windows]:
+    """The new text on which costs are measured, by corpus.
+
+    It is held-out text. Where no corpus of role new has any, it is text that trained, but was not
+    used for fitting the gate.
+    """
+    new: dict[str, Windows] = {}
+    for name, windows in heldout.items():
+        if config.data.corpora[name].role == "new":
+            new[name] = windows
+    if not new:
+        name = next(name for name, one in config.data.corpora.items() if one.role == "new")
+        is_new = (fit.unused.is_new & fit.unused.present).any(dim=1)
+        rows = is_new.nonzero().flatten()[: config.validation.max_sequences]
+        new[name] = fit.unused.rows(rows)
+    return new
+
+
+def _changes(
+    models: Models,
+    stream: BaseStream,
+    gate: FittedGate,
+    text: FittingText,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+) -> dict[str, KindFigures]:
+    """What the gate does where text changes between new and other text within a document."""
+    unused = text.unused
+    is_of_corpora = (unused.kinds == NO_KIND).all(dim=1)
+    is_new = unused.is_new.any(dim=1)
+    windows = change_windows(
+        document_texts(unused.rows(is_of_corpora & ~is_new), tokenizer),
+        document_texts(unused.rows(is_of_corpora & is_new), tokenizer),
+        tokenizer,
+        _template(config),
+        Packer(tokenizer, config.data.sequence_length, config.data.document_mask),
     )
+    if windows is None:
+        return {}
+    is_open = (stream.scores(windows, gate) > gate.threshold) | gate.opens_id(windows.tokens)
+    return kind_figures(models, gate, windows, is_open, CHANGES, config)
+
+
+def _template(config: RunConfig) -> ChatTemplate | None:
+    """The chat template of the run's tokenizer; None if it has none that takes instructions."""
+    try:
+        template = chat_template(config.tokenizer, today=config.data.chat_date)
+        template.opened([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    except DataError:
+        return None
+    return template
 
 
 def _open_ids(
-    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, self_generated_ids: Tensor
+    config: RunConfig, settings: OpenIdSettings, model: TrainedModel, fit: Fit
 ) -> OpenIds:
     """The ids that the gate opens, chosen by the counts of the corpora of role new and of old text.
 
-    Old text is the self-generated text that was read, and all corpora of role replay.
-
-    self_generated_ids: [Q], as in `Fit`.
+    Old text is the negatives that were read, and all corpora of role replay. An id that is in the
+    negatives never opens.
 
     Raises:
         DataError: a corpus is missing, damaged, or not of this tokenizer.
@@ -163,196 +248,15 @@ def _open_ids(
     base_rows = model.base.spec.vocab_size
     new = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer.fingerprint)
     old = token_counts(config, "replay", rows, tokenizer_fingerprint=tokenizer.fingerprint)
-    old += np.bincount(self_generated_ids.numpy(), minlength=rows)
+    negatives = torch.cat([fit.self_generated_ids, fit.given_ids])
+    # What was read of corpora of role replay is counted twice. It never opens in any case.
+    old += np.bincount(negatives.numpy(), minlength=rows)
     return choose_open_ids(
         new[:base_rows],
         old[:base_rows],
         min_count=settings.min_count,
-        never=tokenizer.reference.added_ids,
+        never=tokenizer.reference.added_ids | frozenset(negatives.tolist()),
     )
-
-
-def _earlier(folder: Path) -> GateRecord | None:
-    """The record of the gate in `folder`; None if there is none, or if it must be fitted again."""
-    if not (folder / GATE_RECORD).exists():
-        return None
-    try:
-        return open_gate(folder)[1]
-    except CheckpointError as fault:
-        _logger.warning("fits the gate again: %s", fault)
-        return None
-
-
-def warn_of_cost(record: GateRecord) -> None:
-    """Warns where the gate raises the perplexity of new text by more than MOST_COST."""
-    for name, text in record.heldout.items():
-        if text.role == "new" and text.cost > MOST_COST:
-            _logger.warning(
-                "%s: its perplexity is %.1f %% higher with the gate than without: the first %d "
-                "tokens cost %.2f nats each, later ones %.4f",
-                name,
-                100 * text.cost,
-                FIRST_TOKENS,
-                text.cost_of_first_tokens or 0.0,
-                text.cost_of_later_tokens or 0.0,
-            )
-        if text.impossible_fraction > MOST_COST:
-            _logger.warning(
-                "%s: %.1f %% of its tokens are new tokens after a closed token: the gated model "
-                "cannot write them",
-                name,
-                100 * text.impossible_fraction,
-            )
-
-
-class BaseStream:
-    """The base's stream before layer `layer` of a decoder.
-
-    No trained weights may change it there: the decoder is the base itself, or a model whose trained
-    weights begin further up or are left out of the base's path.
-    """
-
-    def __init__(self, decoder: CausalDecoder, layer: int) -> None:
-        self.device = decoder.device
-        self.layer = layer
-        self.decoder = decoder
-
-    def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
-        """The features of the T tokens that are present, in order.
-
-        Returns:
-            features: [T, F], in fp32 on the CPU.
-            is_new: bool [T].
-        """
-        found: list[Tensor] = []
-        for group, stream in self._streams(windows, "reading the base's states"):
-            features = gate_features(stream, kind, group.document_ids.to(self.device))
-            found.append(features[group.present.to(self.device)].cpu())
-        return torch.cat(found), windows.is_new[windows.present]
-
-    def scores(self, windows: Windows, gate: FittedGate) -> Tensor:
-        """The gate's scores: [N, S], on the CPU."""
-        found: list[Tensor] = []
-        for group, stream in self._streams(windows, "testing the gate"):
-            found.append(gate.scores(stream, group.document_ids.to(self.device)).cpu())
-        return torch.cat(found)
-
-    def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
-        """Groups of windows, each with its stream: [N, S, D]."""
-        with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
-            for group in windows.groups():
-                stream = self.decoder.base_stream(
-                    group.tokens.to(self.device),
-                    group.positions.to(self.device),
-                    group.documents(self.device),
-                    layer=self.layer,
-                )
-                yield group, stream
-                bar.update(group.tokens.numel())
-
-
-class Fit(NamedTuple):
-    """A fitted gate, and how it scores text that it was not fitted on.
-
-    Attributes:
-        gate: with its threshold.
-        new: [P], the scores of unused tokens of new text.
-        negatives: [M], the scores of unused tokens of other text.
-        left_out: the share of the self-generated text whose documents look like the new text. It
-            counts neither as new nor as other text.
-        new_ids: [P], the ids of the tokens whose scores are `new`.
-        negative_ids: [M], the ids of the tokens whose scores are `negatives`.
-        self_generated_ids: [Q], the ids of all self-generated tokens that were read, without tokens
-            that look new.
-    """
-
-    gate: FittedGate
-    new: Tensor
-    negatives: Tensor
-    left_out: float
-    new_ids: Tensor
-    negative_ids: Tensor
-    self_generated_ids: Tensor
-
-
-def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
-    """A gate that reads `stream`, fitted on `text.fit`, with a threshold from `text.unused`.
-
-    A base that knows a little of the new language may write in it. So the gate is fitted twice: the
-    first fit finds self-generated documents that look like the new text, and the second leaves them
-    out.
-
-    Raises:
-        DataError: the text is too little, or most of the self-generated text looks like the new
-            text.
-    """
-    features, is_new = stream.features(text.fit, settings.features)
-    mean, std = standardisation(features)
-    # In place: the features are the largest tensor here.
-    features = features.sub_(mean).div_(std).to(stream.device)
-    weight, bias = fit_logistic(features, is_new.to(stream.device))
-
-    is_open = torch.zeros_like(text.fit.present)
-    is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
-    fit = text.fit.without_new_kind(is_open)
-    # Of the rows of `features`, which are the tokens that were present before.
-    kept = fit.present[text.fit.present]
-    if not kept.all():
-        weight, bias = fit_logistic(
-            features[kept.to(stream.device)], is_new[kept].to(stream.device)
-        )
-    del features
-    gate = FittedGate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
-
-    scores = stream.scores(text.unused, gate)
-    unused = text.unused.without_new_kind(scores > 0)
-    before = int((text.unused.present & text.unused.is_self_generated).sum())
-    after = int((unused.present & unused.is_self_generated).sum())
-    left_out = 0.0
-    if before > 0:
-        left_out = 1 - after / before
-    if left_out > MOST_LEFT_OUT:
-        raise DataError(
-            f"gate: {left_out:.0%} of the self-generated text looks like the new text, expected at "
-            f"most {MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or "
-            "remove the section gate"
-        )
-    new = scores[unused.present & unused.is_new]
-    negatives = scores[unused.present & ~unused.is_new]
-    threshold = threshold_for(negatives, settings.max_open_fraction)
-    return Fit(
-        gate=replace(gate, threshold=threshold),
-        new=new,
-        negatives=negatives,
-        left_out=left_out,
-        new_ids=unused.tokens[unused.present & unused.is_new],
-        negative_ids=unused.tokens[unused.present & ~unused.is_new],
-        self_generated_ids=torch.cat(
-            [fit.self_generated_ids(is_open), unused.self_generated_ids(scores > 0)]
-        ),
-    )
-
-
-def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
-    """What a gate depends on. A gate that was fitted for an equal request is not fitted again."""
-    folders: list[Path] = []
-    for name in config.data.corpora:
-        folders.append(train_folder(config.data, name))
-        if has_heldout(config.data, name):
-            folders.append(heldout_folder(config.data, name))
-    corpora: dict[str, str] = {}
-    for folder in folders:
-        # A corpus that is missing is named by the error of whoever reads it.
-        if (folder / MANIFEST).exists():
-            corpora[folder.name] = file_hash(folder / MANIFEST)
-    return {
-        "checkpoint_manifest": file_hash(model.checkpoint / MANIFEST_FILE),
-        "settings": settings.model_dump(mode="json"),
-        "seed": config.seed,
-        "max_sequences": config.validation.max_sequences,
-        "sequence_length": config.data.sequence_length,
-        "corpora": corpora,
-    }
 
 
 def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
@@ -375,28 +279,3 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
             layer - plan.last_exact_layer,
         )
     return layer
-
-
-def as_text(record: GateRecord) -> str:
-    """A table of the held-out corpora, and how well the gate separates unused text."""
-    header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
-    header += [f"nats lost: first {FIRST_TOKENS}", "later"]
-    rows = []
-    for name, text in record.heldout.items():
-        row = [f"{name} ({text.role})", f"{text.open_fraction:.2%}"]
-        for value in (text.base_perplexity, text.ungated_perplexity, text.gated_perplexity):
-            row.append("" if value is None else readable(value))
-        row.append(cell(text.cost_of_first_tokens, "+.3f"))
-        row.append(cell(text.cost_of_later_tokens, "+.4f"))
-        rows.append(row)
-    impossible = max(text.impossible_fraction for text in record.heldout.values())
-    facts = (
-        f"the gate reads {record.features} before layer {record.layer}; on text not used for "
-        f"fitting: AUC {record.auc:.5f}, {record.closed_fraction_of_new:.2%} of new tokens closed, "
-        f"{record.open_fraction_of_negatives:.2%} of other tokens open; "
-        f"{record.left_out_of_own_text:.2%} of the self-generated text left out; "
-        f"{record.open_ids} ids are open, {record.open_ids_of_new:.2%} of the tokens of new text; "
-        f"at most {impossible:.2%} of a corpus's tokens are impossible: new tokens after a closed "
-        "token"
-    )
-    return f"{table(header, rows)}\n\n{facts}"

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load, save_file
 
-from pipeline.config.gate import GateFeatures
+from pipeline.config.gate import GateFeatures, ThresholdRule
 from pipeline.errors import CheckpointError
 from pipeline.files.folders import FolderKind, published_folder
 from pipeline.files.hashes import file_hash
@@ -74,6 +74,40 @@ class HeldoutText(BaseModel):
         return gated / ungated - 1
 
 
+class ThresholdFigures(BaseModel):
+    """A threshold, and what a gate with it does to text that was not used for fitting, by its
+    tokens alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    threshold: float
+    cost: float
+    """by what share closed tokens raise the perplexity of held-out new text, behind the first
+    FIRST_TOKENS tokens of its documents"""
+    closed_fraction_of_new: float
+    open_fraction_of_negatives: float
+
+
+class KindFigures(BaseModel):
+    """What the gate does to one kind of text that was not used for fitting."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: int
+    open_tokens: int
+    cost: float | None = None
+    """nats a token by which the gate raises the loss: over the base's for other text, over the
+    ungated model's for new text; None: not measured"""
+    left_out: bool = False
+    """whether it looks like the new text, or is named in gate.leave_out: it was not fitted on"""
+    is_new: bool = False
+    """whether the gate is to be open: new text that follows other text"""
+
+    @property
+    def open_fraction(self) -> float:
+        return self.open_tokens / max(1, self.tokens)
+
+
 class GateRecord(BaseModel):
     """The contents of gate.json. Files of earlier versions have more entries; they are not read."""
 
@@ -109,6 +143,14 @@ class GateRecord(BaseModel):
     were left out of fitting
     """
     heldout: dict[str, HeldoutText]
+    threshold_rule: ThresholdRule = "max_open_fraction"
+    """which rule of `thresholds` chose the threshold"""
+    thresholds: dict[str, ThresholdFigures] = {}
+    """by rule: the threshold that it gives, and its figures; gates of earlier versions have none"""
+    kinds: dict[str, KindFigures] = {}
+    """by kind of text in gate.negatives_file"""
+    changes: dict[str, KindFigures] = {}
+    """of text that changes between new and other text within a document"""
     closed_max_abs_logit_difference: float | None
     """largest difference of a logit from the base's, in held-out sequences on which the gate
     never opens; None if there is no such sequence, and for full fine-tuning, whose export is

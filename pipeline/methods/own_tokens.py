@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import Role
 from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import TokenCorpus
-from pipeline.data.tokenize.corpora import train_folder
+from pipeline.data.tokenize.corpora import Job, corpus_jobs, is_heldout, train_folder
+from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import ConfigError, DataError
 
 _READ_TOKENS = 2**24
 """How many tokens are read at a time: 128 MiB."""
+_JUDGED_TOKENS = 2**20
+"""In how much text a `min_count` is sought before the expansion is made."""
 
 
 def own_tokens_of(
@@ -59,11 +68,60 @@ def frequent_tokens(
     counts = counts[:vocab_size]
     frequent = np.flatnonzero(counts >= min_count)
     if not len(frequent):
-        raise ConfigError(
-            f"{setting}: expected at most {counts.max()}, how often the most frequent token "
-            f"occurs, found {min_count}"
-        )
+        raise ConfigError(_too_rare(setting, int(counts.max()), min_count))
     return tuple(frequent.tolist())
+
+
+def _too_rare(setting: str, highest: int, min_count: int) -> str:
+    return (
+        f"{setting}: expected at most {highest}, how often the most frequent token "
+        f"occurs, found {min_count}"
+    )
+
+
+def check_min_count(config: RunConfig, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Checks that the new text is not too little for own rows, before the expansion is made.
+
+    Text on the hub, and more than a million tokens, is not judged.
+
+    Raises:
+        ConfigError: no token is as frequent as `method.own_rows.min_count` asks.
+        DataError: a text or a corpus cannot be read.
+    """
+    method = config.method
+    if not isinstance(method, (ScaleMethod, Lora)) or not isinstance(method.own_rows, OwnRows):
+        return
+    min_count = method.own_rows.min_count
+    jobs = []
+    for job in corpus_jobs(config.data, config.tokenizer):
+        if job.corpus.role == "new" and job.part == "train":
+            jobs.append(job)
+    if not all(is_here(job.corpus.input) for job in jobs):
+        return
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    judged = 0
+    for job in jobs:
+        for ids in _ids_of(job, tokenizer):
+            counts += np.bincount(ids, minlength=vocab_size)[:vocab_size]
+            judged += len(ids)
+            if counts.max() >= min_count or judged > _JUDGED_TOKENS:
+                return
+    raise ConfigError(_too_rare("method.own_rows.min_count", int(counts.max()), min_count))
+
+
+def _ids_of(job: Job, tokenizer: Tokenizer) -> Iterator[npt.NDArray[Any]]:
+    """The ids of a corpus, or of its text where it is not tokenized yet, some at a time."""
+    if (job.output / MANIFEST).exists():
+        corpus = TokenCorpus(job.output, tokenizer_fingerprint=tokenizer.fingerprint)
+        for start in range(0, corpus.tokens, _JUDGED_TOKENS):
+            yield corpus.read(start, min(start + _JUDGED_TOKENS, corpus.tokens))
+        return
+    for document in good_documents(job.corpus.input, job.keys):
+        if not is_heldout(document.held_out_by, job.corpus.heldout_fraction):
+            ids = tokenizer.reference.encode([document.whole_text]).ids
+            yield np.concatenate([tokenizer.document_start, ids, tokenizer.document_end]).astype(
+                int
+            )
 
 
 def token_counts(

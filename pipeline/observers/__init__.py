@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.observers.drift import Drift
 from pipeline.observers.early_stop import EarlyStop
+from pipeline.observers.heldout_lines import HeldoutLines
 from pipeline.observers.limits import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
 from pipeline.observers.performance import PerformanceMetrics, Profiler
@@ -33,6 +34,7 @@ def make_observers(trainer: Trainer) -> list[Observer]:
         Profiler(trainer),
     ]
     if trainer.rank == 0:
+        observers.append(HeldoutLines(config))
         observers.append(MetricsFiles(config.folder, step, trainer.stages))
         observers.append(ProgressDisplay(step, config.schedule.steps, config.metrics.log_every_s))
 

@@ -7,16 +7,16 @@ step has one line. A run that begins again keeps what was written, as metrics.js
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import orjson
-from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline import log
 from pipeline.config.stage_plan import TrainingStage
+from pipeline.files.appending import AppendedFile
+from pipeline.observers.event_file import first_events, new_event_file, step_events
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.training.observer import Observer, StepEvent
 
@@ -40,28 +40,27 @@ def board_folder(folder: Path) -> Path:
 class MetricsFiles(Observer):
     """Writes the figures of every step.
 
-    On a full disk the lines of metrics.jsonl wait in memory, and TensorBoard lacks the steps.
+    On a full disk they wait in memory.
     """
 
     def __init__(self, folder: Path, step: int, stages: Sequence[TrainingStage] = ()) -> None:
         """`stages` are those of a run that trains in stages."""
         self.folder = folder
         self._stages = {stage.first_step + 1: stage for stage in stages if stage.name}
-        self._waiting: list[tuple[int, bytes]] = []
-        self._failing = False
-        self._board: SummaryWriter | None = None
+        self._lines = AppendedFile(folder / METRICS)
+        self._events: AppendedFile | None = None
         self._purge_step: int | None = None
+        self._failing = False
         folder.mkdir(parents=True, exist_ok=True)
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
         values = {"step": event.step, **event.figures}
         # orjson writes null for a number that is not finite.
-        line = orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)
-        self._waiting.append((event.step, line))
+        self._lines.add(event.step, orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE))
+        self._add_to_board(event)
         try:
-            self._write_lines()
-            self._write_board(event)
+            self._write()
             self._failing = False
         except OSError as fault:
             if not self._failing:
@@ -71,7 +70,6 @@ class MetricsFiles(Observer):
                     fault.strerror,
                 )
             self._failing = True
-            self._board = None
 
     def on_rollback(self, step: int) -> None:
         self.on_end(finished=False)
@@ -79,9 +77,7 @@ class MetricsFiles(Observer):
 
     def on_end(self, *, finished: bool) -> None:
         try:
-            self._write_lines()
-            if self._board is not None:
-                self._board.close()
+            self._write()
         except OSError as fault:
             _logger.error(
                 "%s: its last lines are not written (%s)", self.folder / METRICS, fault.strerror
@@ -92,39 +88,26 @@ class MetricsFiles(Observer):
         if step == 0:
             keep_aside(self.folder / METRICS)
         cut_after(self.folder / METRICS, step)
-        self._waiting = [waiting for waiting in self._waiting if waiting[0] <= step]
-        self._board = None
+        self._lines.drop_after(step)
+        # A new file of events, whose beginning hides the later steps of those before.
+        self._events = None
         self._purge_step = step + 1 if step else 0
 
-    def _write_lines(self) -> None:
-        """Appends what waits: all of it, or nothing."""
-        with (self.folder / METRICS).open("ab", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            rest = memoryview(b"".join(line for _, line in self._waiting))
-            try:
-                while rest:
-                    written = file.write(rest)
-                    rest = rest[written:]
-            except OSError:
-                # A full disk may have taken half of a line.
-                file.truncate(end)
-                raise
-        self._waiting.clear()
-
-    def _write_board(self, event: StepEvent) -> None:
-        # It is made anew after a rollback, and after a full disk, which ends the writer's thread.
-        if self._board is None:
-            self._board = SummaryWriter(str(board_folder(self.folder)), purge_step=self._purge_step)
-        for name, value in event.figures.items():
-            self._board.add_scalar(name, value, event.step)
-        for name, text in event.texts.items():
-            self._board.add_text(name, text, event.step)
+    def _add_to_board(self, event: StepEvent) -> None:
+        if self._events is None:
+            self._events = AppendedFile(new_event_file(board_folder(self.folder)))
+            self._events.add(event.step, first_events(self._purge_step))
+        texts = dict(event.texts)
         stage = self._stages.get(event.step)
         if stage is not None:
-            text = f"stage {stage.number + 1} of {len(self._stages)}: {stage}"
-            self._board.add_text("stage", text, event.step)
-        self._board.flush()
-        self._purge_step = None
+            texts["stage"] = f"stage {stage.number + 1} of {len(self._stages)}: {stage}"
+        self._events.add(event.step, step_events(event.step, event.figures, texts))
+
+    def _write(self) -> None:
+        self._lines.write()
+        if self._events is not None:
+            self._events.path.parent.mkdir(parents=True, exist_ok=True)
+            self._events.write()
 
 
 def keep_aside(path: Path) -> None:

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 # Figures that `Figures` leaves out: they are computed from others of the same line, or their name
 # ends with a phase of the step and not with a corpus.
 _NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base")
+_TAILS = (2**18, 2**21, 2**24)
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
@@ -44,6 +45,11 @@ def spread(values: Sequence[float]) -> float | None:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return stdev(values)
+
+
+def readable(perplexity: float) -> str:
+    """A perplexity with two decimals, or in scientific notation if it is very large."""
+    return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
@@ -102,6 +108,36 @@ class ValidationRecord(BaseModel):
 
     step: int
     figures: Figures
+
+
+def validation_at_start(path: Path) -> dict[str, Any] | None:
+    """The first line of a metrics.jsonl if it is that of step 0; None where there is none."""
+    if not path.exists():
+        return None
+    for line in _lines(path):
+        return line if line["step"] == 0 else None
+    return None
+
+
+def recent_validations(path: Path, count: int) -> list[ValidationRecord]:
+    """The validation before the first step, and the last `count`, of a metrics.jsonl.
+
+    It is read from its end, in steps, and never more than 16 MiB of it: there may be fewer.
+    """
+    start = validation_at_start(path)
+    if start is None:
+        return []
+    records: list[ValidationRecord] = []
+    for tail_bytes in _TAILS:
+        records = []
+        for line in read_metrics(path, tail_bytes):
+            figures = _validation_figures(line)
+            if figures and line["step"] > 0:
+                records.append(ValidationRecord(step=line["step"], figures=figures))
+        if len(records) >= count or tail_bytes >= path.stat().st_size:
+            break
+    first = ValidationRecord(step=0, figures=_validation_figures(start))
+    return [first, *records[-count:]]
 
 
 class History(NamedTuple):

@@ -19,6 +19,7 @@ from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError
 from pipeline.files.publishing import write_text
 from pipeline.hub import source_of
+from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 
 _HEADER = (
     "# This run as it was last started, written by scale-cpt: its commands take this folder in "
@@ -78,6 +79,17 @@ def write_gate(config: RunConfig) -> None:
             ", ".join(differing),
         )
     write_run(with_gate)
+
+
+def goes_on_otherwise(config: RunConfig) -> bool:
+    """Whether a run that has begun to train was last started with other settings than `config`."""
+    if newest_checkpoint_step(config.folder) == 0:
+        return False
+    try:
+        recorded = load_config(config.folder)
+    except ConfigError:
+        return False
+    return bool(_differing_settings(recorded, config))
 
 
 def _differing_settings(recorded: RunConfig, config: RunConfig) -> list[str]:

@@ -15,17 +15,35 @@ from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, StageEnd, Training, read_attempts
 from pipeline.run_folder.checkpoint_names import checkpoint_name, newest_checkpoint_step
 from pipeline.run_folder.lock import LockOwner, age_s, living_owner, lock_path
-from pipeline.run_folder.metrics import METRICS, only_numbers, read_metrics
+from pipeline.run_folder.metrics import (
+    METRICS,
+    only_numbers,
+    read_metrics,
+    readable,
+    recent_validations,
+)
 from pipeline.run_folder.slurm_job import SlurmJob, slurm_job
 
 TRAINING = "training.json"
 # Only the end of metrics.jsonl, which may have a million lines, is read.
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
+_TREND = 3
+"""How many validations a trend has, beside the one before the first step."""
 _RESUMES = "it resumes with its job, or by the same command"
+_LAST_STAGE = "evaluate"
 _SAME_COMMAND = "the same command resumes"
 
 State = Literal["running", "waiting", "stopped", "done", "failed", "not started"]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The held-out perplexity of a corpus: before the first step, and at the last validations."""
+
+    corpus: str
+    steps: tuple[int, ...]
+    perplexity: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class RunStatus:
     Attributes:
         why: the reason for the state, for messages.
         stage: the number and the name of the stage of its next step, where it trains in stages.
+        heldout: the trend of each corpus, without a gate; empty before the first validation.
         tokens_per_second: the speed of the last recorded steps, over all GPUs.
         restarts: how many attempts trained, after the first.
         seconds_left: at that speed; for a run that does not train now, from its newest checkpoint.
@@ -48,6 +67,7 @@ class RunStatus:
     stage: str | None
     tokens_seen: int | None
     loss: float | None
+    heldout: tuple[Trend, ...]
     tokens_per_second: float | None
     restarts: int
     skipped_steps: int
@@ -147,6 +167,7 @@ def read_status(folder: Path) -> RunStatus:
         stage=stage,
         tokens_seen=tokens_seen,
         loss=last.get("loss"),
+        heldout=_trends(folder),
         tokens_per_second=tokens_per_second,
         restarts=max(0, trained_attempts - 1),
         skipped_steps=int(last.get("skipped_steps", 0)),
@@ -154,6 +175,22 @@ def read_status(folder: Path) -> RunStatus:
         checkpoint_age_s=checkpoint_age_s,
         seconds_left=seconds_left,
     )
+
+
+def _trends(folder: Path) -> tuple[Trend, ...]:
+    """The trend of every corpus that the last validation has."""
+    records = recent_validations(folder / METRICS, _TREND)
+    trends: list[Trend] = []
+    for corpus in records[-1].figures if records else ():
+        scored = [record for record in records if "perplexity" in record.figures.get(corpus, {})]
+        trends.append(
+            Trend(
+                corpus,
+                tuple(record.step for record in scored),
+                tuple(record.figures[corpus]["perplexity"] for record in scored),
+            )
+        )
+    return tuple(trends)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -187,6 +224,13 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     return _state_after(folder, last, last.end)
 
 
+def _job_of(attempt: Attempt) -> SlurmJob | None:
+    """The state of the Slurm job that an attempt ran in; None where Slurm knows of none."""
+    if attempt.start is None or not attempt.start.by.job:
+        return None
+    return slurm_job(attempt.start.by.job)
+
+
 def _last_stage(attempt: Attempt) -> str | None:
     """The stage that an attempt ended or was at."""
     if attempt.end is not None:
@@ -198,8 +242,11 @@ def _last_stage(attempt: Attempt) -> str | None:
 
 def _state_after(folder: Path, last: Attempt, end: StageEnd) -> tuple[State, str]:
     """The state of a run whose last attempt put its `end` on record."""
+    job = _job_of(last)
     if end.exit_code == FINISHED:
-        if is_trained(folder):
+        # A job that was queued again, or runs, has stages to come: the gate, the conversion.
+        has_ended_well = job is None or job.name == "COMPLETED" or end.stage == _LAST_STAGE
+        if is_trained(folder) and has_ended_well:
             return "done", "all steps are done"
         return _state_of_job(last, "waiting", f"{end.stage} is done, the next stage follows", "")
     if end.exit_code == INTERRUPTED:
@@ -207,6 +254,10 @@ def _state_after(folder: Path, last: Attempt, end: StageEnd) -> tuple[State, str
     if end.exit_code == RESUME_LATER:
         is_continued = True
         why = f"{end.stage}: saved"
+        if end.retry is None and job is not None and job.name == "FAILED":
+            # Slurm's word for every exit code but 0. A stage that saved and asks for no other
+            # attempt was stopped by its user (scancel --signal=INT, Ctrl-C).
+            return "stopped", f"{why}, as it was asked to; {_SAME_COMMAND}"
     else:
         is_continued = False
         why = f"{end.stage}: {end.error or f'exit code {end.exit_code}'}"
@@ -251,14 +302,11 @@ def _state_of_job(
     `why` says how that attempt ended. Where Slurm knows nothing of the job, the state is
     `otherwise`, for the reason `unknown`, or else `why` and how it `resumes`.
     """
-    number: str | None = None
-    job: SlurmJob | None = None
-    if last.start is not None:
-        number = last.start.by.job
-    if number:
-        job = slurm_job(number)
+    job = _job_of(last)
     if job is None:
         return otherwise, unknown or f"{why}{resumes}"
+    assert last.start is not None
+    number = last.start.by.job
     if job.name == "COMPLETED":  # it was to run some stages only
         return otherwise, f"{why}; job {number} is done; {_SAME_COMMAND}"
     if job.kind == "running":
@@ -282,6 +330,10 @@ def as_text(status: RunStatus) -> str:
         facts["tokens"] = f"{status.tokens_seen:,}"
     if status.loss is not None:
         facts["loss"] = f"{status.loss:.4f}"
+    for trend in status.heldout:
+        shown = " → ".join(map(readable, trend.perplexity))
+        steps = ", ".join(f"{step:,}" for step in trend.steps)
+        facts[trend.corpus] = f"held-out perplexity {shown} at step {steps}"
     if status.tokens_per_second:
         facts["speed"] = f"{status.tokens_per_second:,.0f} tokens/s"
     facts["restarts"] = f"{status.restarts} so far"
@@ -292,7 +344,8 @@ def as_text(status: RunStatus) -> str:
         facts["checkpoint"] = f"{status.checkpoint}, {_duration(status.checkpoint_age_s)} old"
     if status.seconds_left is not None:
         facts["end"] = f"after {_duration(status.seconds_left)} of training"
-    return "\n".join(f"{name:<10}  {text}" for name, text in facts.items())
+    width = max(10, *map(len, facts))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())
 
 
 def as_lines(statuses: Sequence[RunStatus]) -> str:

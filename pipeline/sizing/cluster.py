@@ -186,6 +186,12 @@ def add_cluster_options(parser: argparse._ActionsContainer) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=meaning
         )
+    parser.add_argument(
+        "--on-cpu",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="there are no GPUs: --gpus are CPU processes, each with --gpu-memory-gib",
+    )
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:

@@ -33,12 +33,13 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
-from pipeline.evaluation.table import over_seeds, readable
+from pipeline.evaluation.table import over_seeds
 from pipeline.files.folders import published_folder
 from pipeline.files.json_files import json_hash, read_object, write_json
 from pipeline.files.publishing import write_text
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
+from pipeline.run_folder.metrics import readable
 from studies.report.results import read_rows
 
 HELDOUT = {

@@ -20,8 +20,8 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.gating.effect import decoder_inputs, loaded
 from pipeline.gating.folder import GATE_FOLDER, open_gate
+from pipeline.gating.inputs import decoder_inputs, loaded
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.evaluation.table import readable, table
+from pipeline.evaluation.table import table
 from pipeline.files.json_files import write_json
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.methods.registry import training_method
@@ -17,6 +17,7 @@ from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
+from pipeline.run_folder.metrics import readable
 from pipeline.scale.plan import GATE_LAYER
 from pipeline.sizing.flops import count_flops
 from studies.harness.derived import BY_DOCUMENT, derived_perplexities

@@ -54,6 +54,7 @@ def page(runs: Sequence[Row], title: str) -> str:
         results=tables.results(groups, shown),
         details=tables.results(groups, single) if shown != single else None,
         costs=tables.costs(groups),
+        gate_texts=tables.gate_texts(groups),
     )
 
 

@@ -13,7 +13,7 @@ from pipeline.config.sources import RUN_FILE, read_settings
 from pipeline.errors import RunFolderError
 from pipeline.files.json_files import first_fault, read_object
 from pipeline.files.reading import read_bytes
-from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText, open_record
+from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText, KindFigures, open_record
 from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, read_history
 from pipeline.run_folder.status import TRAINING, is_trained
 
@@ -34,6 +34,7 @@ class Row(BaseModel):
         inference_cost: the FLOPs of a forward pass, divided by the base's.
         source: the folder from which a report has read the row.
         after: the figures at the end by corpus; empty where the run diverged.
+        gate_texts: what a gate does to kinds of text, and where text changes, by their names.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,6 +57,7 @@ class Row(BaseModel):
     before: Figures
     during: list[ValidationRecord] = []
     after: Figures
+    gate_texts: dict[str, KindFigures] = {}
 
     @property
     def validations(self) -> list[ValidationRecord]:
@@ -200,10 +202,12 @@ def _rows_of_run(folder: Path, name: str) -> list[Row]:
     if not (folder / GATE_FOLDER / GATE_RECORD).exists():
         # A gate is fitted after training.
         return [ungated]
-    heldout = open_record(folder / GATE_FOLDER).heldout
+    record = open_record(folder / GATE_FOLDER)
+    heldout = record.heldout
     # A corpus that validation does not read has no figures of the base to compare with.
     known = {corpus: text for corpus, text in heldout.items() if corpus in ungated.before}
     gated = with_perplexities(ungated, "", gated_perplexities(known), label=f"{name} + gate")
+    gated = gated.model_copy(update={"gate_texts": record.kinds | record.changes})
     gated = _with_chats(gated, folder)
     # The base answered the same chats: only what the ungated model would answer is unknown.
     before = gated.before | ungated.before

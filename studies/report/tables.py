@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+from pipeline.gating.folder import KindFigures
 from pipeline.run_folder.metrics import mean, spread
 from studies.report.formats import NOTHING, change, count, number, of_figure, percent
 from studies.report.groups import PERPLEXITY, Group, value_of
@@ -176,3 +177,33 @@ def _memory(gib: Sequence[float]) -> Cell:
     if not gib:
         return Cell(NOTHING)
     return Cell(f"{number(mean(gib))} GiB")
+
+
+def gate_texts(groups: Sequence[Group]) -> Table | None:
+    """On how much of each kind of text a gate opens, and what that costs; None without a gate.
+
+    Kinds on which a gate never opens are one row.
+    """
+    rows: list[tuple[str, int | None, Sequence[Cell]]] = []
+    for own in groups:
+        for row in own.rows:
+            closed: list[KindFigures] = []
+            for name, figures in row.gate_texts.items():
+                if figures.open_tokens or figures.left_out or figures.is_new:
+                    label = f"{name} (left out)" if figures.left_out else name
+                    rows.append((f"{own.label}: {label}", own.style, _kind_cells(figures)))
+                else:
+                    closed.append(figures)
+            if closed:
+                tokens = sum(figures.tokens for figures in closed)
+                cells = [Cell(count(tokens)), Cell("0"), Cell("0")]
+                rows.append((f"{own.label}: {len(closed)} other kinds", own.style, cells))
+    if not rows:
+        return None
+    return Table(["tokens", "open", "nats a token"], rows)
+
+
+def _kind_cells(figures: KindFigures) -> Sequence[Cell]:
+    cost = NOTHING if figures.cost is None else number(figures.cost, 4)
+    share = f"{100 * figures.open_fraction:.2f} %"
+    return [Cell(count(figures.tokens)), Cell(share), Cell(cost)]

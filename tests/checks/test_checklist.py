@@ -27,7 +27,7 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock
 from pipeline.sizing.cluster import Cluster
-from tests.programs import call
+from tests.programs import call, scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run, make_tokens, tokenize_corpora, write_config
 
@@ -92,6 +92,18 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     assert reported(for_model_card, capsys) == (0, [])
     write_config(run, tokens)
     assert sorted(path for folder in begun for path in folder.rglob("*")) == before
+
+
+def test_a_refused_setting_is_told_before_the_finished_stages_are_walked(begun):
+    """By the first stage of the job; and a run that goes on as it was waits for no torch there."""
+    run, tokens = begun
+    config = write_config(run, tokens)
+    refused = scale_cpt("tokenize", config, "--set", "method.router_threshold=0.25")
+    assert refused.returncode != 0
+    assert "another method.router_threshold (expected 0.5, found 0.25)" in refused.stderr
+    assert scale_cpt("tokenize", config, "--set", "schedule.steps=7").returncode == 0
+    with patch.object(checklist, "check_stage", side_effect=AssertionError("not without need")):
+        assert scale_cpt("tokenize", config).returncode == 0
 
 
 @pytest.mark.parametrize(

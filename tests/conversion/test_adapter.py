@@ -112,7 +112,7 @@ def test_an_adapter_that_was_damaged_is_not_published(models, tmp_path, monkeypa
 
 
 def test_a_base_of_experts_is_refused(models):
-    with pytest.raises(ConversionError, match="not peft: in a mixture of experts PEFT takes"):
+    with pytest.raises(ConversionError, match="peft: in a mixture of experts PEFT takes"):
         choose_export(models("glm4_moe", "lora"), "peft", torch.float32)
 
 
@@ -120,6 +120,6 @@ def test_a_base_of_experts_is_refused(models):
 def test_other_methods_are_refused_by_name(method, models):
     name = "adapt separate" if method == "scale" else method
     with pytest.raises(
-        ConversionError, match=f"with --format peft, .*not peft: method {method} trains no adapters"
+        ConversionError, match=f"with --format peft: method {method} trains no adapters"
     ):
         choose_export(models("stories260K", name), "peft", torch.float32)

@@ -161,10 +161,11 @@ def test_errors_name_what_is_missing(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    options = ["--data", ENGLISH, KOREAN, "--max-bytes", "3000", "--context", "128"]
+    options = ["--data", f"english={ENGLISH}", KOREAN, "--max-bytes", "3000", "--context", "128"]
     done = scale_cpt("evaluate", "--model", STORIES, *options)
     assert done.returncode == 0, done.stderr
     english, korean, note = done.stdout.splitlines()[2:]
+    assert english.split()[0] == "english" and korean.split()[0] == str(KOREAN)
     assert note.startswith("Only a part of") and note.endswith("--max-bytes 0 scores all of it.")
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
 

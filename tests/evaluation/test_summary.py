@@ -16,11 +16,13 @@ from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
 from pipeline.evaluation.summary import summarise
+from pipeline.files.json_files import write_record
 from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
 from tests.extensions.self_generated.helpers import copied_stories
+from tests.gating.test_open_old_text import heldout, record_of
 from tests.texts import STORIES_HELDOUT, chat, write_chats
 from tests.training.runs import write_config
 
@@ -174,3 +176,25 @@ def test_a_perplexity_that_is_not_finite_is_read_again(run, tmp_path):
     text = summarise(config, max_bytes=2000, max_answer_tokens=5, chats=[kept])
     assert any(line.split()[-2:-1] == ["inf"] for line in text.splitlines()), text
     assert json.loads(path.read_text())["scores"] == stored["scores"]
+
+
+def test_a_gated_run_shows_what_opens_and_what_keeps_every_logit(run, tmp_path, caplog):
+    folder = tmp_path / "demo"
+    shutil.copytree(run, folder)
+    texts = {
+        "korean": heldout("new", 0.9321, closed_sequences=0),
+        "english": heldout("replay", 0.058),
+    }
+    (folder / "gate").mkdir()
+    write_record(folder / "gate" / "gate.json", record_of(**texts))
+    config = load_config(write_config(folder, folder, method=scale("adapt"), gate={}))
+    text = summarise(config, max_bytes=2000)
+    head, _, *rows = text.splitlines()
+    assert head.endswith("bits per byte    open  kept every logit")
+    cells = {row.split("  ")[0]: row.split() for row in rows[:4]}
+    assert cells["SCALE-Adapt: korean"][-4:] == ["93.21%", "0", "of", "64"]
+    assert cells["SCALE-Adapt: english"][-4:] == ["5.80%", "41", "of", "64"]
+    assert "%" not in " ".join(cells["base: english"]), "the base has no gate"
+    assert "english (replay): the gate opens on 5.80 % of it" in caplog.text
+    values = json.loads((folder / "summary.json").read_text())
+    assert values["gate_closed_samples"] == {"korean": 0, "english": 41}

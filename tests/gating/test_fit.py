@@ -1,4 +1,4 @@
-"""The windows that a gate is fitted on, the logistic fit, its threshold, and its figures."""
+"""The windows that a gate is fitted on, the logistic fit, and its figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sklearn.metrics import roc_auc_score
 
 from pipeline.data.dataset.packing import pack
 from pipeline.errors import DataError
-from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
-from pipeline.gating.windows import as_windows, joined, spliced
+from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation
+from pipeline.gating.splices import spliced
+from pipeline.gating.windows import as_windows, joined
 
 
 def problem(count, shift):
@@ -54,36 +55,6 @@ def test_the_fit_is_that_of_scikit_learn():
 def test_one_kind_of_text_alone_is_refused(kind):
     with pytest.raises(DataError, match="one kind only"):
         fit_logistic(torch.randn(5, 2), torch.full((5,), kind))
-
-
-@given(
-    scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60), fraction=st.floats(0.1, 0.9)
-)
-def test_the_threshold_keeps_within_the_budget_and_away_from_every_score(scores, fraction):
-    found = torch.tensor(scores, dtype=torch.float32)
-    threshold = threshold_for(found, fraction)
-    above = int((found > threshold).sum())
-    assert above <= fraction * len(found)
-    assert threshold >= 0.5 and (found - threshold).abs().min() >= 0.5  # they are integers
-    if above < int(fraction * len(found)) // 2:
-        wanted = found.sort(descending=True).values[: int(fraction * len(found)) + 1].clamp(min=0)
-        assert (wanted[above:] == wanted[above]).all(), "a lower gap had done"
-
-
-def test_the_threshold_does_not_split_tokens_of_one_state():
-    """The first tokens of all documents have one score, up to rounding; they are more than may
-    open."""
-    first = 0.7 + 1e-6 * torch.randn(50, generator=torch.Generator().manual_seed(0))
-    scores = torch.cat([first, torch.linspace(-9, -3, 900), torch.tensor([1.5, 3.0])])
-    threshold = threshold_for(scores, 0.01)
-    assert threshold == pytest.approx((0.7 + 1.5) / 2, abs=0.01)
-
-
-def test_a_budget_that_cannot_be_measured_is_refused():
-    with pytest.raises(
-        DataError, match=r"0\.001 cannot be measured on 100 unused tokens .* at least 1001"
-    ):
-        threshold_for(torch.zeros(100), 0.001)
 
 
 @given(

@@ -21,9 +21,14 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
-from pipeline.gating.folder import open_gate
-from pipeline.gating.windows import FittingText, read_fitting_text
+from pipeline.gating.changes import CHANGES
+from pipeline.gating.fit_run import fit_gate
+from pipeline.gating.fitting import BaseStream, fit_on
+from pipeline.gating.fitting_text import FittingText, read_fitting_text
+from pipeline.gating.folder import open_gate, write_gate
+from pipeline.gating.kinds import SHIPPED, read_kinds
+from pipeline.gating.table import as_text, warn_of_cost
+from pipeline.gating.threshold import threshold_by_open_fraction
 from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
@@ -33,7 +38,7 @@ from tests.training.runs import in_turn, make_run, train
 
 pytestmark = pytest.mark.full
 
-GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
 VARIANTS = {
     "adapt": {"base_precision": "nf4"},
     "preserve": {
@@ -138,6 +143,106 @@ def test_a_threshold_changed_by_hand_is_refused_by_every_reader_and_fitted_again
     shutil.rmtree(latest_conversion(load_config(path)).output)  # as other tests expect the run
 
 
+def test_a_gate_of_an_earlier_version_is_read_and_stays_as_it_is(fitted, tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
+    config = copied(fitted[0]["adapt"], tmp_path)
+    gate, record = open_gate(load_config(fitted[0]["adapt"]).folder / "gate")
+    settings = dict(record.request["settings"])
+    for name in (
+        "negatives_file",
+        "leave_out",
+        "threshold_rule",
+        "max_cost",
+        "max_closed_fraction",
+    ):
+        del settings[name]
+    earlier = {"request": record.request | {"settings": settings}, "thresholds": {}, "changes": {}}
+    gate = replace(gate, threshold=0.25)
+    of_gate = {"threshold": 0.25, "threshold_rule": "max_open_fraction"}
+    write_gate(tmp_path / "gate", gate, record.model_copy(update=earlier | of_gate))
+    found, now = fit_gate(config)
+    assert not now and found.threshold == 0.25
+    assert "fitted by an earlier version" in caplog.text and "remove the folder" in caplog.text
+    assert "threshold by" not in as_text(found)
+    # Another setting of today is another gate.
+    changed = copied_settings(config, tokens=2500)
+    found, now = fit_gate(changed)
+    assert now and found.threshold != 0.25 and found.thresholds
+
+
+def copied_settings(config: RunConfig, **gate) -> RunConfig:
+    """The same run with other settings of its gate."""
+    assert config.gate is not None
+    return config.model_copy(update={"gate": config.gate.model_copy(update=gate)})
+
+
+KINDS = ("ko", "fr", "el", "tables", "code:c")
+
+
+@pytest.fixture(scope="module")
+def with_kinds(runs, tmp_path_factory):
+    """The run with a file of a few kinds of text, among them the new language; and its record."""
+    folder = tmp_path_factory.mktemp("kinds")
+    file = folder / "kinds.jsonl"
+    with file.open("w", encoding="utf-8") as lines:
+        for record in read_kinds(SHIPPED):
+            if record.kind in KINDS:
+                lines.write(json.dumps(record._asdict()) + "\n")
+    config = copied(runs["adapt"], folder / "run", negatives_file=str(file), splices=True)
+    record, now = fit_gate(config)
+    assert now
+    return config, record
+
+
+def test_kinds_of_text_are_rows_and_the_new_language_is_left_out(with_kinds):
+    _, record = with_kinds
+    assert set(record.kinds) == set(KINDS)
+    assert [name for name, kind in record.kinds.items() if kind.left_out] == ["ko"]
+    assert record.kinds["ko"].open_fraction > 0.5
+    for name in ("fr", "tables", "code:c"):
+        figures = record.kinds[name]
+        assert figures.tokens > 100 and figures.open_fraction < record.kinds["ko"].open_fraction / 2
+        if figures.open_tokens == 0:
+            assert figures.cost == 0.0
+    text = as_text(record)
+    assert ("ko (left out)" in text and "closed on all" in text) or "fr" in text
+    assert "max_cost (taken)" in text and "max_open_fraction" in text
+    assert set(record.changes) == {name for name in CHANGES if not name.startswith("chat")}
+    after = record.changes["new text later after other text"]
+    assert after.is_new and after.open_fraction > 0.5
+
+
+def test_the_threshold_is_as_high_as_the_cost_allows(with_kinds):
+    config, record = with_kinds
+    korean = record.heldout["korean"]
+    assert korean.cost_of_later_tokens <= 0.01
+    assert record.thresholds["max_cost"].threshold == record.threshold
+    assert record.thresholds["max_cost"].cost <= 0.01
+    costly, now = fit_gate(copied_settings(config, max_cost=0.2, max_closed_fraction=0.5))
+    assert now and costly.threshold > record.threshold
+    by_share, now = fit_gate(copied_settings(config, threshold_rule="max_open_fraction"))
+    assert now and by_share.threshold == by_share.thresholds["max_open_fraction"].threshold
+    assert by_share.open_fraction_of_negatives <= GATE["max_open_fraction"]
+
+
+def test_another_file_of_kinds_is_another_gate(with_kinds, tmp_path):
+    config, _ = with_kinds
+    file = config.gate.negatives_file
+    moved = tmp_path / "moved.jsonl"
+    shutil.copy(file, moved)
+    at_another_place = copied_settings(config, negatives_file=moved)
+    fit_gate(at_another_place)
+    assert fit_gate(at_another_place)[1] is False
+    with moved.open("a", encoding="utf-8") as lines:
+        lines.write('{"kind": "minutes", "text": "The meeting began at nine."}\n')
+    with pytest.raises(DataError, match=r"gate.negatives_file: .*/none.jsonl: no such file"):
+        fit_gate(copied_settings(config, negatives_file=tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"gate.leave_out: fx is no kind"):
+        fit_gate(copied_settings(config, leave_out=["fx"]))
+    record, now = fit_gate(copied_settings(at_another_place, leave_out=["fr"]))
+    assert now and "fr" not in record.kinds
+
+
 def with_new_text_among_the_old(windows, *, is_self_generated: bool, share: int = 5):
     """A fifth of the new windows count as old ones, which the base wrote or did not."""
     new = windows.is_new[:, 0]
@@ -158,20 +263,23 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
             with_new_text_among_the_old(part, is_self_generated=is_self_generated)
             for part in (text.fit, text.unused)
         )
-        return fit_on(stream, FittingText(*parts), config.gate)
+        return fit_on(stream, FittingText(*parts), config.gate.features)
+
+    def new_open(fit):
+        threshold = threshold_by_open_fraction(fit.negatives, GATE["max_open_fraction"])
+        return (fit.new > threshold).double().mean()
 
     own, given = fitted_on(is_self_generated=True), fitted_on(is_self_generated=False)
     assert 0.1 < own.left_out < 0.25 and given.left_out == 0
-    assert (own.new > own.gate.threshold).double().mean() > 0.9
-    assert (own.negatives > own.gate.threshold).double().mean() <= GATE["max_open_fraction"]
-    assert (given.new > given.gate.threshold).double().mean() < 0.5
+    assert new_open(own) > 0.9
+    assert new_open(given) < 0.5
     new = text.unused.rows(text.unused.is_new[:, 0])
     alike = with_new_text_among_the_old(new, is_self_generated=True, share=2)
     with pytest.raises(
         DataError,
         match=r"of the self-generated text looks like the new text, expected at most 50%",
     ):
-        fit_on(stream, FittingText(text.fit, alike), config.gate)
+        fit_on(stream, FittingText(text.fit, alike), config.gate.features)
 
 
 def test_what_costs_more_than_two_percent_is_a_warning(fitted, caplog):
@@ -278,8 +386,9 @@ def test_a_gate_above_the_first_layer_with_w12_keeps_the_base(runs, tmp_path, ca
 def test_what_only_the_model_and_the_text_refuse(runs):
     with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
         fit_gate(with_changes(runs["preserve"], gate={**GATE, "layer": 6}))
+    too_small = {**GATE, "max_open_fraction": 1e-5, "threshold_rule": "max_open_fraction"}
     with pytest.raises(DataError, match=r"gate\.max_open_fraction: 1e-05 cannot be measured"):
-        fit_gate(with_changes(runs["preserve"], gate={**GATE, "max_open_fraction": 1e-5}))
+        fit_gate(with_changes(runs["preserve"], gate=too_small))
 
 
 def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):

@@ -76,7 +76,12 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
         "base": str(base),
         "zero": 1,
         "vocabulary": {"folder": str(folder / "tokenizer")},
-        "gate": {"tokens": 3000, "max_open_fraction": 0.01, "splices": True},
+        "gate": {
+            "tokens": 3000,
+            "max_open_fraction": 0.01,
+            "splices": True,
+            "negatives_file": None,
+        },
         "method__norm": "base",
         "schedule__learning_rate": 0.02,
         **changes,

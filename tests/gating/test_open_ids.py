@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.gating.open_ids import choose_open_ids
-from pipeline.gating.windows import Windows
+from pipeline.gating.windows import NO_KIND, Windows
 from tests.gating.gates import random_gate
 from tests.gating.test_exactness import batch_of, trained
 
@@ -43,7 +43,16 @@ def test_own_ids_are_those_of_self_generated_text_that_does_not_look_new():
     is_new = torch.tensor([[False] * 3, [False] * 3, [True] * 3])
     present = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     tokens = torch.arange(9).view(3, 3)
-    windows = Windows(tokens, tokens, tokens, tokens, is_new, is_self_generated, present)
+    windows = Windows(
+        tokens,
+        tokens,
+        tokens,
+        tokens,
+        is_new,
+        is_self_generated,
+        present,
+        tokens.clone().fill_(NO_KIND),
+    )
     looks_new = torch.tensor([[True, False, False], [False] * 3, [False] * 3])
     assert windows.self_generated_ids(looks_new).tolist() == [1]
     assert windows.self_generated_ids(torch.zeros_like(looks_new)).tolist() == [0, 1]

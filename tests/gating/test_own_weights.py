@@ -32,11 +32,11 @@ METHODS = {
 GATE_LAYERS = {"adapt": 3, "lora": 2}
 """Where the gate reads by default: at l_fp; above the embedding, from where on LoRA trains."""
 NOT_MERGED = {
-    "adapt": "not merged: method.norm separate: an ordinary RMSNorm takes one mean square",
-    "lora": "not merged: a gate decides for each token (--without-gate leaves it out)",
+    "adapt": "--format merged: method.norm separate: an ordinary RMSNorm takes one mean square",
+    "lora": "--format merged: a gate decides for each token (--without-gate leaves it out)",
 }
 """Why the run cannot leave as an ordinary model."""
-GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
 
 
 @pytest.fixture(scope="module", params=METHODS)

@@ -17,7 +17,7 @@ from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.methods import own_tokens
-from pipeline.methods.own_tokens import own_tokens_of
+from pipeline.methods.own_tokens import check_min_count, own_tokens_of
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.linear import LowRankAdapter
@@ -67,6 +67,42 @@ def test_a_count_that_no_token_reaches_is_refused_with_the_largest(tokens, tmp_p
     config = run_with(tmp_path, tokens, {"min_count": 10**9})
     with pytest.raises(ConfigError, match=r"min_count: expected at most \d+, how often the most"):
         chosen(config)
+
+
+def little_text(tmp_path, min_count: int):
+    """A run on three documents, not tokenized yet."""
+    text = tmp_path / "little.jsonl"
+    text.write_text(
+        "".join(f'{{"text": "Once upon a {word}."}}\n' for word in ("day", "dog", "cat"))
+    )
+    return run_with(
+        tmp_path,
+        tmp_path / "tokens",
+        {"min_count": min_count},
+        data__corpora__korean={"input": [str(text)], "role": "new"},
+    )
+
+
+def test_little_text_is_refused_before_it_is_tokenized(tmp_path):
+    """By the dry run and by the first stage, not by the third."""
+    config = little_text(tmp_path, 20)
+    tokenizer = load_tokenizer(config.tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"min_count: expected at most (\d+), how often the most"
+    ) as error:
+        check_min_count(config, VOCAB_SIZE, tokenizer)
+    highest = int(re.findall(r"at most (\d+)", str(error.value))[0])
+    assert 3 <= highest < 20
+
+    planned = scale_cpt("train", "--dry-run", config.folder / "run.yaml", "--gpus=1")
+    assert planned.returncode == 1 and str(error.value) in planned.stdout, planned.stdout
+    tokenized = scale_cpt("tokenize", config.folder / "run.yaml")
+    assert tokenized.returncode != 0 and str(error.value) in tokenized.stderr
+    assert not (tmp_path / "tokens" / "korean").exists()
+
+    check_min_count(little_text(tmp_path, highest), VOCAB_SIZE, tokenizer)
+    with pytest.raises(ConfigError):
+        check_min_count(little_text(tmp_path, highest + 1), VOCAB_SIZE, tokenizer)
 
 
 def test_a_corpus_of_another_tokenizer_or_none_is_refused(tokens, tmp_path):

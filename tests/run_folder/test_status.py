@@ -25,6 +25,7 @@ from pipeline.errors import (
 from pipeline.gating.folder import open_record
 from pipeline.run_folder.attempts import record_end, record_start, record_training
 from pipeline.run_folder.lock import RunLock
+from pipeline.run_folder.metrics import readable
 from pipeline.run_folder.retry import decide_retry
 from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.slurm_job import slurm_job
@@ -66,6 +67,13 @@ def test_a_stopped_run_waits_and_a_finished_one_is_done(finished):
     assert done.tokens_seen == STEPS * 8 * 32 and done.seconds_left is None
     assert 0 < done.loss < 20 and done.tokens_per_second > 0
     assert not (folder / "training.lock").exists()
+    trends = {trend.corpus: trend for trend in done.heldout}
+    assert sorted(trends) == ["english", "korean"]
+    assert trends["korean"].steps == (0, STEPS)
+    first, last = trends["korean"].perplexity
+    assert 1 < last < first
+    shown = f"held-out perplexity {readable(first)} → {readable(last)} at step 0, {STEPS}"
+    assert f"korean      {shown}" in as_text(done).splitlines()
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -189,7 +197,8 @@ def test_an_unfinished_run_says_its_step_where_it_is_converted_or_lacks_a_gate(
 
     gated = (run, "--set", "gate={}")
     monkeypatch.setattr("pipeline.gating.fit_run.fit_gate", lambda _: (None, False))
-    monkeypatch.setattr("pipeline.gating.fit_run.as_text", lambda _: "")
+    monkeypatch.setattr("pipeline.gating.table.as_text", lambda _: "")
+    monkeypatch.setattr("pipeline.gating.open_old_text.warn_of_open_old_text", lambda *_: None)
     shown = scale_cpt("gate", *gated)
     assert f"{progress}: the run is not finished\n" in shown.stderr, shown.stderr
 
@@ -322,6 +331,38 @@ def test_a_cancelled_run_that_saved_does_not_wait_for_its_job(slurm, config):
     )
     slurm("PENDING")
     assert state_of(config.folder) == ("waiting", "train: saved; job 7 is queued and resumes it")
+
+
+@pytest.mark.parametrize(
+    ("job", "stage", "state", "said"),
+    [
+        ("PENDING", "train", "waiting", "train is done, the next stage follows; job 7 is queued"),
+        ("RUNNING", "gate", "running", "gate is done, the next stage follows; job 7 is running"),
+        ("CANCELLED", "train", "stopped", "train is done, the next stage follows; job 7 was"),
+        ("TIMEOUT", "convert", "failed", "convert is done, the next stage follows; job 7 has"),
+        ("COMPLETED", "train", "done", "all steps are done"),
+        ("RUNNING", "evaluate", "done", "all steps are done"),
+        (None, "train", "done", "all steps are done"),
+    ],
+)
+def test_a_trained_run_is_done_when_its_job_has_no_stage_to_come(
+    slurm, config, job, stage, state, said
+):
+    slurm(job)
+    with serial_stage(config, stage):
+        (config.folder / TRAINING).touch()
+    found, why = state_of(config.folder)
+    assert found == state and why.startswith(said)
+
+
+def test_a_job_that_was_asked_to_save_and_stop_has_not_failed(slurm, config):
+    slurm("FAILED")  # as Slurm calls it
+    record_training(config, 2, 0)
+    record_end(config.folder, exit_code=RESUME_LATER, step=3)
+    why = "train: saved, as it was asked to; the same command resumes"
+    assert state_of(config.folder) == ("stopped", why)
+    decide_retry(config.folder, stage="train", exit_code=RESUME_LATER, without_progress=0, most=9)
+    assert state_of(config.folder)[0] == "failed", "it gave up, and nobody asked"
 
 
 def test_a_job_that_begins_its_next_stage_is_running(slurm, config):

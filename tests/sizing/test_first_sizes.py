@@ -118,10 +118,10 @@ def test_a_refusal_names_what_would_fit():
 @pytest.mark.full
 def test_a_refusal_on_cpus_names_one_process():
     """The memory of one process is that of both; the weights are there once."""
-    two = Cluster(2, gpus_per_node=2, gpu_memory_gib=0.9, on_cpu=True)
+    two = Cluster(2, gpus_per_node=2, gpu_memory_gib=0.6, on_cpu=True)
     with pytest.raises(LayoutError, match="with NPROC=1, one process with all memory"):
         fitted("135m", two, FP32)
-    one = Cluster(1, gpus_per_node=1, gpu_memory_gib=1.8, on_cpu=True)
+    one = Cluster(1, gpus_per_node=1, gpu_memory_gib=1.2, on_cpu=True)
     assert fitted("135m", one, FP32).config.data.sequence_length >= 512
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_on_cpus_names_one_process():
 def test_a_limit_of_hours_cuts_steps_and_what_is_too_little_is_refused():
     # 0.2 TFLOP/s a process, as of a slow processor: given, so that the test measures nothing.
     cluster = replace(TWO_PROCESSES, peak_tflops=0.2, mfu=1.0)
-    draft = draft_of("135m", cluster, BF16).reading(2_000_000)
+    draft = draft_of("135m", cluster, BF16).reading(20_000_000)
     whole = draft.fitted()
     texts = draft.learned, draft.known
     steps: list[int] = []

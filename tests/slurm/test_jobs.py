@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from tests.slurm.cluster import Cluster, ClusterError
-from tests.slurm.jobs import submit
+from tests.slurm.jobs import run_config, stage_script, submit
+from tests.terminal import terminal
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -162,6 +163,18 @@ def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
     assert f"4 ranks over 2 nodes (n[1-2]), rendezvous at 127.0.0.1:{15000 + job}" in output
 
 
+def a_shell_of_srun_starts_the_ranks(cluster: Cluster, folder: Path) -> None:
+    """`srun --pty bash` holds the allocation; the ranks share it, and do not wait for it."""
+    script = stage_script(folder, "run_stage meet on_every_rank python -m tests.slurm.meet")
+    command = ["srun", "--nodes=2", "--pty", "bash", str(script)]
+    environment = cluster.environment | {"CONFIG": str(run_config(folder))}
+    with terminal(command, environment, folder) as opened:
+        assert opened.end() == 0, opened.written
+    assert "the ranks share its CPUs and GPUs (srun --overlap)" in opened.written
+    for rank in range(2):
+        assert f"rank {rank} of 2 on n{1 + rank} by gloo: sum 3" in opened.written
+
+
 Scenario = Callable[[Cluster, Path], None]
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
@@ -174,6 +187,7 @@ SCENARIOS: dict[str, Scenario] = {
         a_killed_rank_requeues_its_job,
         one_task_of_an_array_is_requeued_alone,
         ranks_meet_over_both_nodes,
+        a_shell_of_srun_starts_the_ranks,
     )
 }
 

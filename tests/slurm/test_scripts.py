@@ -127,6 +127,71 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(
     assert call == f"python -m pipeline train --dry-run {planned}"
 
 
+IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/", "SLURM_RESTART_COUNT": "2"}
+
+
+def test_a_container_without_slurms_commands_uses_its_node_and_says_so(host: Recorded):
+    """Not ten minutes of requests to a scontrol that is not there."""
+    host.program("python")
+    calls = host.run("cpt_korean.sh", DEMO, "convert", "train", **IN_A_JOB)
+    assert calls[0].startswith("python -m pipeline convert ")
+    assert calls[1].startswith("python -m pipeline.local_ranks 2 -m pipeline train ")
+    assert not host.environment_of("python")["ATTEMPT"].startswith("7.")
+
+
+def test_a_container_without_slurms_commands_on_many_nodes_ends_at_the_start(host: Recorded):
+    host.program("python")
+    environment = {**IN_A_JOB, "SLURM_JOB_NUM_NODES": "2", "VENV": str(host.folder)}
+    script = PROJECT / "slurm" / "cpt_korean.sh"
+    done = bash(script, DEMO, **environment, PATH=str(host.folder))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("error: this is job 7 on 2 nodes, and there is no scontrol on")
+    assert not (host.folder / "calls").exists()
+
+
+@pytest.mark.parametrize("script", ["cpt_korean.sh", "convert_checkpoint.sh", "tokenize_korean.sh"])
+def test_a_configuration_is_found_where_the_user_stands(host: Recorded, tmp_path, script: str):
+    """Also in the shell of an allocation, whose folder is another one."""
+    user = tmp_path / "user"
+    (user / "configs").mkdir(parents=True)
+    (user / "mine.yaml").touch()
+    (user / "configs" / "demo.yaml").touch()
+    host.program("python")
+    stages = ["convert"] if script == "cpt_korean.sh" else []
+    calls = []
+    for config in ("mine.yaml", DEMO, "configs/demo_fft.yaml"):
+        calls += host.run(script, config, *stages, cwd=user, SLURM_SUBMIT_DIR="/")[-1:]
+    named = [call.split()[4] for call in calls]
+    assert named == [f"{user}/mine.yaml", f"{user}/{DEMO}", "configs/demo_fft.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("partitions", "environment", "planned"),
+    [
+        (["all*|(null)|2000"], {}, "--gpus 2 --gpus-per-node 1 --on-cpu --gpu-memory-gib 2"),
+        (["all*|gpu:h100:8|2000"], {}, "--gpus 2 --gpus-per-node 1"),
+        (["cpu*|(null)|64000+", "gpu|gpu:8|2000"], {"SBATCH_PARTITION": "gpu"}, "--gpus 2"),
+        (
+            ["gpu*|gpu:8|2000", "cpu|(null)|64000+"],
+            {"SBATCH_PARTITION": "cpu"},
+            "--gpus 2 --gpus-per-node 1 --on-cpu --gpu-memory-gib 63",
+        ),
+        (["all*|(null)|2000"], {"SBATCH_GPUS_PER_NODE": "8"}, "--gpus 16 --gpus-per-node 8"),
+        (["other|(null)|2000"], {}, "--gpus 2 --gpus-per-node 1"),
+    ],
+)
+def test_a_dry_run_plans_no_gpus_where_slurm_knows_of_none(
+    host: Recorded, partitions, environment, planned
+):
+    host.program("sbatch")
+    host.program("sinfo", f"printf '%s\\n' {' '.join(map(repr, partitions))}")
+    host.program("python")
+    call = host.run("cpt_korean.sh", DEMO, "--dry-run", **environment)[-1]
+    options = call.removeprefix("python -m pipeline train --dry-run ").removesuffix(f" {DEMO}")
+    assert options.startswith(planned)
+    assert ("--on-cpu" in options) == ("--on-cpu" in planned)
+
+
 @pytest.mark.parametrize("cwd", ["slurm", "slurm/..", "tests/slurm"])
 def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
     host.program("sbatch")
@@ -143,6 +208,7 @@ def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
         ("#SBATCH --nodes=3", "--gpus 3 --gpus-per-node 1"),
         ("#SBATCH -N 3-5", "--gpus 3 --gpus-per-node 1"),
         ("#SBATCH --ntasks=1", "--gpus 1 --gpus-per-node 1"),  # one node, as sbatch would allocate
+        ("#SBATCH -N2", "--gpus 2 --gpus-per-node 1"),
     ],
 )
 def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(

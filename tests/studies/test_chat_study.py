@@ -133,7 +133,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
     short_sample = {"sample": {"tokens": 600}}
-    gate = {"tokens": 200, "max_open_fraction": 0.5}
+    gate = {"tokens": 200, "max_open_fraction": 0.5, "negatives_file": None}
 
     # All stages on one rank; of the methods full fine-tuning, and Preserve with a gate.
     quick = PROJECT / "studies/configs/chat_quick.yaml"

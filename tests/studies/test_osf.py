@@ -11,10 +11,10 @@ import torch
 
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
-from pipeline.evaluation.table import readable
-from pipeline.gating.effect import decoder_inputs
+from pipeline.gating.inputs import decoder_inputs
 from pipeline.gating.windows import as_windows
 from pipeline.model.from_hf import open_base
+from pipeline.run_folder.metrics import readable
 from studies.frontier import osf
 from tests.studies.studies import study_values, write_study
 from tests.widened import unwidened

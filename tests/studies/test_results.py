@@ -12,9 +12,10 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files.json_files import write_json, write_record
-from pipeline.gating.folder import HeldoutText
+from pipeline.gating.folder import HeldoutText, KindFigures
 from studies.harness.summary import as_text, rates_table
 from studies.report import tables
+from studies.report.formats import NOTHING
 from studies.report.groups import group, parts, value_of
 from studies.report.page import page
 from studies.report.results import Row, read_rows, read_runs
@@ -166,6 +167,15 @@ def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
     )
 
 
+KINDS = {
+    "fr": KindFigures(tokens=812, open_tokens=0, cost=0.0),
+    "el": KindFigures(tokens=188, open_tokens=0, cost=0.0),
+    "ja": KindFigures(tokens=400, open_tokens=10, cost=0.0123),
+    "ko": KindFigures(tokens=300, open_tokens=297, left_out=True),
+}
+CHANGES = {"new text after other text": KindFigures(tokens=50, open_tokens=50, is_new=True)}
+
+
 def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: float = 0.0) -> Path:
     """A run's folder whose gate restores the base on the old text, which the run has forgotten."""
     figures = {0: {"new": 200.0, "old": 145.0}, 6: {"new": 20.0, "old": 23441.0}}
@@ -187,7 +197,8 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
     }
     if is_fitted:
         (folder / "gate").mkdir()
-        write_record(folder / "gate" / "gate.json", gate_record(heldout=heldout))
+        record = gate_record(heldout=heldout, kinds=KINDS, changes=CHANGES)
+        write_record(folder / "gate" / "gate.json", record)
     return folder
 
 
@@ -214,6 +225,18 @@ def test_a_gated_run_has_the_model_with_its_gate_beside_that_without_it(tmp_path
     )
     shown = page([gated, ungated], "A run")
     assert "demo + gate" in shown and "demo without its gate" in shown and "145.00" in shown
+    assert gated.gate_texts == KINDS | CHANGES and not ungated.gate_texts
+    table = tables.gate_texts(group([gated, ungated]))
+    assert table is not None
+    found = {label.partition(": ")[2]: [cell.text for cell in row] for label, _, row in table.rows}
+    assert found == {
+        "2 other kinds": ["1,000", "0", "0"],
+        "ja": ["400", "2.50 %", "0.0123"],
+        "ko (left out)": ["300", "99.00 %", NOTHING],
+        "new text after other text": ["50", "100.00 %", NOTHING],
+    }
+    assert "On what the gate opens" in shown and "ko (left out)" in shown
+    assert tables.gate_texts(group([ungated])) is None
 
 
 def test_a_run_whose_gate_is_not_fitted_yet_is_shown_as_without_it(tmp_path):

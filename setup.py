@@ -44,6 +44,7 @@ class BuildWithShippedFiles(build_py):
 CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 FASTTEXT = ["fasttext-numpy2-wheel>=0.9.2,<1; python_version < '3.13'", "fasteners>=0.19,<1"]
 EVAL = ["lm-eval>=0.4.13,<0.5"]
+GGUF = ["gguf>=0.10,<1"]
 WANDB = ["wandb>=0.26,<1"]
 # mlflow-skinny alone has no store: sqlalchemy and alembic are for runs in a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -103,6 +104,7 @@ setup(
         "clean": CLEAN,
         "fasttext": FASTTEXT,
         "eval": EVAL,
+        "gguf": GGUF,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "kernels": KERNELS,
@@ -113,6 +115,7 @@ setup(
             *CLEAN,
             *FASTTEXT,
             *EVAL,
+            *GGUF,
             *WANDB,
             *MLFLOW,
             "mkdocs-material>=9.7,<10",

@@ -1,4 +1,7 @@
-"""Fetches models of the Hugging Face hub, `org/name` or `org/name@revision`, into its cache.
+"""The folder of a model that is named otherwise: on the Hugging Face hub, or as a GGUF file.
+
+A model of the hub, `org/name` or `org/name@revision`, is fetched into its cache. A GGUF file is
+dequantized (pipeline/gguf/).
 
 Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python.
 The cache names a folder after the commit, so that every record of the path holds it. HF_HOME,
@@ -12,6 +15,8 @@ from pathlib import Path
 
 from pipeline import log
 from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.gguf.file import SUFFIX
+from pipeline.gguf.folder import dequantized_folder
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
@@ -39,6 +44,8 @@ _logger = log.get_logger(__name__)
 def model_folder(path: Path, *, weights: bool = True) -> Path:
     """The folder of a model on this machine; fetches the model if `path` is its name on the hub.
 
+    A GGUF file's model is dequantized into a folder of `runs/bases`, the first time.
+
     `path` is no name on the hub if it exists, or if its first part is a folder here: where there is
     a folder `models`, a missing `models/mine` must not become a stranger's model.
 
@@ -48,8 +55,11 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
 
     Raises:
         BaseModelError: the hub has no such model or revision, does not let this user read it, or
-            cannot be reached while the cache lacks it.
+            cannot be reached while the cache lacks it; or no base can be made of a GGUF file.
+        MissingPackageError: the package that reads GGUF files is not installed.
     """
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return dequantized_folder(path)
     named = _NAME.fullmatch(str(path))
     if path.exists() or named is None or Path(named["repo"]).parent.is_dir():
         return path

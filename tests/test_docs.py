@@ -21,7 +21,7 @@ PROJECT_FILE = re.compile(
     r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs|studies)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
 )
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
-TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
+TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z0-9-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
     r"(?:python -m (benchmarks\.\w+|studies\.\w+\.\w+|studies (?:run|report))|"
     rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(all_commands())})(?: init| show)?)(?![\w-]))"
@@ -71,7 +71,7 @@ def check_commands(
 
 def test_pages_name_files_links_and_targets_that_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, flags=re.MULTILINE))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         missing = []
@@ -102,7 +102,7 @@ def test_commands_of_the_documentation_have_the_flags_that_it_shows(monkeypatch,
 
 def test_make_targets_call_what_exists(monkeypatch, capsys):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = re.findall(r"^([a-z-]+):.*##", makefile, flags=re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9-]+):.*##", makefile, flags=re.MULTILINE)
     phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
     assert phony is not None and sorted(phony[1].split()) == sorted(targets), (
         ".PHONY and the targets with a help text"

@@ -31,6 +31,8 @@ BASES = {
     "frontier_long": "llama-1m",
     "frontier_longest": "llama-1m",
     "fp8": "llama-1m",
+    "smollm2": "smollm2-135m",
+    "smollm2_40k": "smollm2-135m",
 }
 CLUSTERS = (8, 16, 32, 64, 128)
 RANKS = {
@@ -45,6 +47,8 @@ RANKS = {
     "cpt_korean_llama3.1_8b_instruct": CLUSTERS,
     "cpt_korean_qwen3_30b_a3b": CLUSTERS,
     "fineweb2_korean": (8,),
+    "smollm2_korean": (1, 2),
+    "smollm2_korean_same_vocabulary": (1, 2),
 }
 
 

@@ -44,7 +44,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
-    """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
+    """pretrained model: a Hugging Face folder with safetensors, a GGUF file, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
     base_code: BaseCode | None = None
     """which code computes the base: this package's (native), or transformers', which knows every

@@ -79,13 +79,13 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         BaseModelError: the file is missing or damaged.
     """
-    file = config_file(path)
+    # A run's base that could not be had is still named as the user named it: this says why.
+    file = config_file(model_folder(path, weights=False))
     advice = "copy the folder again"
     try:
         data = read_bytes(file, BaseModelError, advice)
         return file, parse_object(_in_plain_json(data), file, BaseModelError, advice)
     except FileNotFoundError:
-        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
         raise BaseModelError(
             f"{file}: no such file; base must be a Hugging Face model folder"
         ) from None
@@ -466,5 +466,5 @@ def check_weights(
 
 def is_base(name: str) -> bool:
     """Whether a parameter is the pretrained model's."""
-    # A hosted base is a module of that name, with transformers' own names below it.
+    # A base of transformers is a module of that name, with transformers' own names below it.
     return name.startswith("base.") or _BASE_NAME.search(name) is not None

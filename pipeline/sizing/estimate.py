@@ -15,12 +15,12 @@ from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
 from pipeline.errors import UserError
-from pipeline.hosted.bases import read_spec
 from pipeline.log import counted
 from pipeline.methods.build_model import build_model
 from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
+from pipeline.model.bases import read_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec

@@ -17,9 +17,9 @@ import torch.nn.attention.varlen  # noqa: F401  # registers its operations
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.sizing.live_memory import KnownSizes
-from pipeline.sizing.meta_device import foreign_code_traced
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
@@ -134,7 +134,7 @@ def count_flops(
     for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
         if share == 0:
             continue
-        with foreign_code_traced(meta_model.spec), _FlopCount() as count:
+        with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as count:
             total_loss = meta_model(tokens, tokens, None, None, kl_sequences, kl_sequences).total
             if torch.is_grad_enabled():
                 total_loss.backward()
@@ -185,10 +185,10 @@ def count_served_flops(
         gate_layer: the layer before which the gate reads; the number of layers: after the last.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
-    with foreign_code_traced(meta_model.spec), _FlopCount() as closed:
+    with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as closed:
         meta_model.logits(tokens, path="base")
     meta_model.gate = _OpenGate(gate_layer)
-    with foreign_code_traced(meta_model.spec), _FlopCount() as opened:
+    with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as opened:
         meta_model.logits(tokens)
     meta_model.gate = None
     return ServedFlops(

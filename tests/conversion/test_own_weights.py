@@ -307,14 +307,14 @@ def test_continuous_batching_generates_the_same(exports):
         assert answer.generated_tokens == alone
 
 
-def test_embeddings_and_backbones_are_refused_by_name(exports):
+def test_embeddings_are_refused_by_name_and_the_backbones_head_gives_the_logits(exports):
     model = load_hf_model(exports("llama", "own adapt", features="token")[0])
     tokens = some_tokens(model.config, 1, 4)
     with pytest.raises(ValueError, match="give input_ids: tokens that the gate opens have rows"):
         model(inputs_embeds=model.embedding(tokens))
-    assert model.get_output_embeddings() is None
-    with pytest.raises(ValueError, match="have output rows of their own"):
-        model.base_model(tokens)
+    hidden = model.base_model(tokens).last_hidden_state
+    logits = hidden @ model.get_output_embeddings().weight.T
+    assert_near(logits, model(tokens).logits, PARITY)
 
 
 @pytest.mark.parametrize(

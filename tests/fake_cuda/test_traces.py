@@ -272,7 +272,9 @@ def test_planted_faults_are_seen_with_their_line(trace):
     check_has(shared, "pipeline/parallel/expert_rows.py", "int(ends[-1])")
 
     waits = [fault for fault in export if fault.startswith("the host waits")]
-    check_has(waits, "pipeline/hf/remote_code/modeling_scale_hosted.py", "if index ==")
+    check_has(
+        waits, "pipeline/hf/remote_code/modeling_scale_hosted.py", "index == self.config.gate_layer"
+    )
     host_tensors = [fault for fault in export if "takes a tensor of the host" in fault]
     check_has(host_tensors, "pipeline/hf/remote_code/scale_rotary.py")
 

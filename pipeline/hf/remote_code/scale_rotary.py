@@ -44,9 +44,9 @@ class ScaleRotary(nn.Module):
     def fill(self) -> None:
         """Sets the buffers, which `from_pretrained` makes without values."""
         for name, held in self.named_buffers():
-            # Not by `torch.tensor`, whose floats have 16 bits under DeepSpeed's `zero.Init`.
-            values = array("f", self.spec[name])
-            held.copy_(torch.frombuffer(values, dtype=torch.int32))
+            # Their bits: floats made by `torch.tensor` have 16 bits under DeepSpeed's `zero.Init`.
+            bits = array("i", array("f", self.spec[name]).tobytes())
+            held.copy_(torch.tensor(bits.tolist(), dtype=torch.int32))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
         """The table in `dtype` for positions [B, S]."""

@@ -8,10 +8,10 @@ import torch
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.hosted.bases import open_base, unsupported_in
 from pipeline.hub import model_folder
 from pipeline.installation import locate_docs
 from pipeline.log import get_logger
+from pipeline.model.bases import open_base, unsupported_in
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster, gpu_speed
 from pipeline.sizing.cpu_speed import cpu_speed, multiplies_bf16

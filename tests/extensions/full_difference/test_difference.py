@@ -23,7 +23,7 @@ from pipeline.errors import ConversionError
 from pipeline.extensions.full_difference.difference import Packing, difference_export, stored_sizes
 from pipeline.extensions.full_difference.verify import LOST, describe_difference, verify_difference
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.windows import Windows
+from pipeline.gating.windows import NO_KIND, Windows
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packed
 from pipeline.hf.write import write_hf_folder
@@ -307,7 +307,8 @@ def test_the_keys_of_the_bases_beginning_are_not_those_of_the_trained_model(diff
     text = torch.ones_like(tokens, dtype=torch.bool)
     positions = torch.arange(LENGTH).expand_as(tokens)
     documents = torch.zeros_like(tokens)
-    windows = Windows(tokens, tokens.roll(-1, 1), positions, documents, text, ~text, text)
+    kinds = torch.full_like(tokens, NO_KIND)
+    windows = Windows(tokens, tokens.roll(-1, 1), positions, documents, text, ~text, text, kinds)
     found = cost_of_base_keys(model, windows)
     assert 0 < found["tokens"] < tokens.numel() and 0 < found["closed_again"] < 1
     assert abs(found["keys_of_the_base"] / found["read_anew"] - 1) > 1e-4

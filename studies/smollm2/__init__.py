@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct, a real chat model, learns Korean."""

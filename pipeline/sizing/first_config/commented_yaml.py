@@ -173,7 +173,7 @@ def time_comment(values: dict[str, Any], limit: TimeLimit | None, learned: TextM
         return ""
     given = "" if limit.given else ", the default on CPUs"
     return (
-        f"\nIn {limit.hours:g} hours{given}, the whole job included; "
+        f"\nLimited to {limit.hours:g} h{given} for the whole job; "
         f"as much as is useful would be {useful:,} tokens (--hours)."
     )
 

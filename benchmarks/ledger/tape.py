@@ -149,7 +149,7 @@ class Tape(KnownSizes):
     def _place(self) -> tuple[str, bool]:
         """The module that the current operation belongs to, and whether it is in the backward
         pass."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None outside of the backward pass
         if node is not None:
             return self._module_of_node.get(node._sequence_nr(), "sums of gradients"), True
         module = self._running[-1] if self._running else "step"

@@ -78,7 +78,10 @@ class Projection(Protocol):
     kl_coefficient: float
     softcap: float | None
     logit_factor: float
-    compiles_loss: bool
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss of training is compiled."""
 
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary, if there are any."""

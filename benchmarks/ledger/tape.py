@@ -154,7 +154,7 @@ class Tape(KnownSizes):
             return self._module_of_node.get(node._sequence_nr(), "sums of gradients"), True
         module = self._running[-1] if self._running else "step"
         # The node that this operation's backward pass will run has the last number given out.
-        self._module_of_node[torch.autograd._get_sequence_nr() - 1] = module
+        self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = module
         return module, False
 
     def _record(

@@ -149,13 +149,12 @@ class Tape(KnownSizes):
     def _place(self) -> tuple[str, bool]:
         """The module that the current operation belongs to, and whether it is in the backward
         pass."""
-        # None in the forward pass; its stub says otherwise.
-        node: Any = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None outside of the backward pass
         if node is not None:
             return self._module_of_node.get(node._sequence_nr(), "sums of gradients"), True
         module = self._running[-1] if self._running else "step"
         # The node that this operation's backward pass will run has the last number given out.
-        self._module_of_node[torch.autograd._get_sequence_nr() - 1] = module  # type: ignore[attr-defined]
+        self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = module
         return module, False
 
     def _record(

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.base import BaseCode
 from pipeline.config.method import ScaleMethod
-from pipeline.hosted.bases import build_decoder, load_base, open_base
+from pipeline.model.bases import build_decoder, load_base, open_base
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import is_base
 from pipeline.scale.plan import plan_expansion

@@ -21,6 +21,7 @@ from pipeline.errors import ExtensionError, in_one_line
 
 if TYPE_CHECKING:
     from pipeline.checks.inputs import RunInputs
+    from pipeline.config.base import BaseCode
     from pipeline.errors import UserError
 
 OWN_EXTENSIONS = "pipeline.extensions"
@@ -139,15 +140,32 @@ class Extension:
         """
         return {}
 
+    def base_kinds(self) -> Mapping[BaseCode, str]:
+        """Kinds of bases, by the value of `base_code` that chooses them.
+
+        Each is where its `pipeline.model.base_kind.BaseKind` is, as `module:name`.
+        """
+        return {}
+
     def export_formats(self) -> Mapping[str, OfferedFormat]:
         """Formats in which `scale-cpt convert` writes a trained model, by name."""
         return {}
 
 
 def load_object(place: str) -> Any:
-    """What stands at a place `module:name`."""
+    """What stands at a place `module:name`, which an extension has named.
+
+    Raises:
+        ExtensionError: the module cannot be imported, or has nothing of that name.
+    """
     module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ExtensionError(
+            f"{place}: an extension offers it, and it cannot be loaded ({in_one_line(error)}); "
+            "repair or uninstall that extension"
+        ) from error
 
 
 @cache

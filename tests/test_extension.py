@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.extension import ENTRY_POINT, Extension, extensions
+from pipeline.errors import ExtensionError
+from pipeline.extension import ENTRY_POINT, Extension, extensions, load_object
 from pipeline.extensions import NAMES
+from pipeline.model import bases
 
 GREETING = '''
 """Greets.
@@ -83,6 +85,50 @@ def test_an_extension_that_gives_nothing_changes_nothing():
     assert not nothing.input_checks("dry run")
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "transformers",
+            "its kind of bases transformers is there already, as "
+            "pipeline.extensions.hosted.kind:HOSTED; give it another name",
+        ),
+        (
+            "jax",
+            "its kind of bases: expected one of native, transformers, found jax; give it that name",
+        ),
+    ],
+)
+def test_a_kind_of_bases_that_cannot_be_chosen_is_refused(monkeypatch, code, message):
+    class Bases(Extension):
+        name = "greeting"
+
+        def base_kinds(self):
+            return {code: "greeting:BASES"}
+
+    assert list(bases.offered_kinds()) == ["native", "transformers"]
+    monkeypatch.setattr(bases, "extensions", lambda: (*extensions(), Bases()))
+    with pytest.raises(ExtensionError) as fault:
+        bases.offered_kinds.__wrapped__()
+    assert str(fault.value) == f"extension greeting: {message}"
+
+
+def test_the_core_names_no_decoder_of_an_extension():
+    """It asks the kind of a base, and loads an extension only for a base of its kind."""
+    program = (
+        "import sys\n"
+        "from pipeline.methods import build_model, scale\n"
+        "from pipeline.model.bases import kind_named\n"
+        "kind_named('native')\n"
+        "loaded = [name for name in sys.modules if name.startswith('pipeline.extensions.hosted.')]\n"
+        "print(loaded)\n"
+        "kind_named('transformers')\n"
+        "print('pipeline.extensions.hosted.decoder' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\nTrue\n", done.stderr
+
+
 def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_path):
     installed = distribution(tmp_path)
     listed = scale_cpt(installed, "--help").stdout
@@ -124,3 +170,9 @@ def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_pat
 def test_an_extension_that_cannot_be_used_ends_in_one_line(tmp_path, changes, message):
     done = scale_cpt(distribution(tmp_path, **changes), "status", "runs/none")
     assert (done.returncode, done.stderr) == (2, message)
+
+
+@pytest.mark.parametrize("place", ["pipeline.nowhere:THING", "pipeline.errors:NOTHING"])
+def test_a_place_where_nothing_stands_is_named(place):
+    with pytest.raises(ExtensionError, match=rf"{place}: an extension offers it.*cannot be loaded"):
+        load_object(place)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +60,10 @@ class TrainingStep:
         self._masters = self._trained
         if self._dtype != torch.float32:
             self._masters = [parameter.detach().float() for parameter in self._trained]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
+        self._optimizer = self._make_optimizer(self._masters)
+
+    def _make_optimizer(self, masters: Sequence[Tensor]) -> Any:
+        return torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
     def run(self) -> Elapsed:
         """Makes a step. Returns the time that it took."""

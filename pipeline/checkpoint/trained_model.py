@@ -20,12 +20,11 @@ from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.gating.gate import FittedGate
-from pipeline.hosted.bases import load_base, open_base
-from pipeline.hosted.folder import HostedFolder
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.registry import method_for
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.bases import load_base, open_base
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
@@ -165,8 +164,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The logits of each window of tokens, with one layer in memory at a time, or with a hosted
-        base whole.
+        """The logits of each window of tokens, with one layer in memory at a time, or of a base
+        that is read whole, all.
 
         Args:
             windows: tensors [S]. All of them pass a layer together.
@@ -175,7 +174,7 @@ class TrainedModel:
         Returns:
             A tensor [S, V] in fp32 for each window.
         """
-        if isinstance(self.base, HostedFolder):
+        if self.base.is_read_whole:
             decoder = self.loaded(dtype, torch.device("cpu"))
         else:
             decoder, fill_output = self.streamed(dtype)
@@ -183,7 +182,7 @@ class TrainedModel:
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         length = tokens.shape[1]
         hidden = decoder.hidden_states(tokens)
-        if not isinstance(self.base, HostedFolder):
+        if not self.base.is_read_whole:
             fill_output()
         logits = []
         for number, window in enumerate(windows):
@@ -200,13 +199,13 @@ class TrainedModel:
         keep.
         """
         decoder = self._without_values(dtype)
-        assert isinstance(decoder, Decoder), "a hosted base is loaded whole"
+        assert isinstance(decoder, Decoder), "other bases are loaded whole"
         return decoder, stream_weights(decoder, self.read, dtype)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
         """The decoder in `dtype`, whole on `device`, with its gate if it has one."""
-        if isinstance(self.base, HostedFolder):
-            return self._loaded_hosted(self.base, dtype, device)
+        if self.base.is_read_whole:
+            return self._loaded_whole(dtype, device)
         decoder = self._without_values(dtype)
         values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
         decoder.load_state_dict(values, strict=False, assign=True)
@@ -217,13 +216,11 @@ class TrainedModel:
         return decoder
 
     @torch.no_grad()
-    def _loaded_hosted(
-        self, base: HostedFolder, dtype: torch.dtype, device: torch.device
-    ) -> CausalDecoder:
-        """`loaded` with a hosted base, which transformers loads whole."""
+    def _loaded_whole(self, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
+        """`loaded` with a base that is read whole."""
         with default_dtype(dtype):
-            decoder = self.method.build(base.spec, SINGLE, "none")
-        load_base(decoder, base)
+            decoder = self.method.build(self.base.spec, SINGLE, "none")
+        load_base(decoder, self.base)
         for name, parameter in named_trained_parameters(decoder):
             parameter.copy_(self.reader.read(name))
         decoder.gate = self.gate

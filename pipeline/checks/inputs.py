@@ -40,13 +40,13 @@ from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deeps
 from pipeline.errors import DamagedCheckpointError, UserError
 from pipeline.evaluation.benchmarks import Tasks
 from pipeline.evaluation.training_tasks import load_training_tasks
-from pipeline.hosted.bases import check_dtype, open_base, read_spec
 from pipeline.methods.build_model import build_model
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow
 from pipeline.methods.registry import training_method
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.bases import check_dtype, open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout

@@ -36,7 +36,6 @@ _CORE_COMMANDS = {
     "evaluate": "Scores models: perplexity, benchmarks, chats, or the final table of a run.",
     # Before a run.
     "new": "Makes a folder to work in: configurations, batch scripts, the demo's model and texts.",
-    "bases": "Lists which types of models can be a base: native, hosted or refused, and why.",
     "try": "Goes through every stage of a run's job in 20 steps, in a folder of its own.",
     "estimate": "Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.",
     "tokenizer": "Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.",

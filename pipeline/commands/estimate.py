@@ -20,6 +20,7 @@ from pipeline import command_line
 from pipeline.config.run import load_config
 from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
+from pipeline.sizing.described_base import described_base
 
 _logger = get_logger(__name__)
 
@@ -38,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.run, arguments.set, base="described")
+    described_base(config, arguments.base_config)  # Before torch is loaded.
     _logger.info("estimating %s: loading the libraries, then each layout", config.name)
     # Here, because --help does not wait for torch.
     from pipeline.sizing.estimate import open_estimator

@@ -50,10 +50,9 @@ def _upscale(config: RunConfig) -> None:
     _logger.info("upscaling %s: loading the libraries, then the base", config.base)
     # After the configuration is checked, so that a mistake in it is reported at once.
     from pipeline.data.tokenizer.load import load_tokenizer
-    from pipeline.hosted.bases import open_base
-    from pipeline.hosted.folder import HostedFolder
     from pipeline.methods.own_tokens import own_tokens_of
     from pipeline.methods.scale import made_expansion, upscale
+    from pipeline.model.bases import open_base
     from pipeline.scale.plan import plan_expansion
 
     base = open_base(config.base, config.base_code)
@@ -66,8 +65,8 @@ def _upscale(config: RunConfig) -> None:
 
     # Faults of the method are found before the slow comparison.
     plan_expansion(method, base.spec.widths, base.spec.num_layers)
-    if not isinstance(base, HostedFolder):
-        # transformers itself computes a hosted base: there is no second reading of it.
+    if base.spec.is_native:
+        # Where transformers itself computes a base, there is no second reading of it.
         check_against_transformers(base)
     own_tokens = own_tokens_of(
         config,

@@ -31,8 +31,8 @@ from pipeline.files.json_files import read_object, write_json
 from pipeline.hf.base_files import copy_terms
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.write import Export, PlannedTensor
-from pipeline.hosted.spec import HostedSpec
-from pipeline.model.families import FusedPart, HfTensor, hf_tensor
+from pipeline.model.bases import kind_of
+from pipeline.model.families import FusedPart, HfTensor
 from pipeline.model.spec import DecoderSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -79,7 +79,7 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
     # that it fuses.
     modules: dict[HfTensor, list[_Part]] = {}
     for path in model.adapters:
-        target = _target(path, model.spec)
+        target = kind_of(model.spec).adapted_tensor(path, model.spec)
         modules.setdefault(replace(target, part=None), []).append((target.part, path))
 
     tensors: list[PlannedTensor] = []
@@ -125,17 +125,6 @@ def adapter_export(model: TrainedModel, dtype: torch.dtype, base_name: str | Non
     return Export("peft", config, tensors, dtype)
 
 
-def _target(path: str, spec: DecoderSpec) -> HfTensor:
-    """The weights in transformers' model that the adapter at `path` of our model changes."""
-    if not isinstance(spec, HostedSpec):
-        return hf_tensor(path.removesuffix("adapter") + "base.weight", spec)
-    # A hosted base's adapter has a path such as layers.3.adapter.self_attn.q_proj.
-    _, index, _, within = path.split(".", 3)
-    structure = spec.structure
-    layer = structure.layer_name(structure.layers[int(index)])
-    return HfTensor(f"{layer}.{within}.weight")
-
-
 def _target_modules(targets: list[HfTensor], spec: DecoderSpec) -> list[str]:
     """The entry target_modules of adapter_config.json.
 
@@ -144,10 +133,10 @@ def _target_modules(targets: list[HfTensor], spec: DecoderSpec) -> list[str]:
     names: set[str] = set()
     for target in targets:
         module = target.name.removesuffix(".weight")
-        if not isinstance(spec, HostedSpec):
+        if spec.is_native:
             # The last name: in a native family each module of that name has an adapter.
             module = module.rpartition(".")[2]
-        # A hosted base may have other modules of the same last name: there the whole name is kept.
+        # Other bases may have more modules of the same last name: there the whole name is kept.
         names.add(module)
     return sorted(names)
 

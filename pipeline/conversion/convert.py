@@ -42,7 +42,7 @@ from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import texts_of, warn_of_base
 from pipeline.hf.write import code_files, dtype_name
-from pipeline.hosted.bases import runnable_types, unsupported_in
+from pipeline.model.bases import runnable_types, unsupported_in
 from pipeline.model.spec import DecoderSpec
 
 HF_FOLDER = "hf"
@@ -245,12 +245,12 @@ def check_written_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     """Checks that an export of this base runs in the type that is asked for.
 
     Raises:
-        ConversionError: the base is hosted, and does not; see `dtype_unsupported_reason`.
+        ConversionError: it does not.
     """
     reason = unsupported_in(spec, dtype)
     if reason is None:
         return
-    base = f"a hosted base (model_type {spec.family}), {reason}"
+    base = f"{spec.noun} (model_type {spec.family}), {reason}"
     found = dtype_name(dtype)
     allowed = runnable_types(spec)
     if not allowed:
@@ -309,7 +309,8 @@ def _write_export(
     _logger.info("%s", format.describe(report))
     spec = model.base.spec
     is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False
-    # In the export of a hosted base transformers ties the two, whatever its config.json says.
+    # Where transformers computes the base, it ties the two in the export, whatever its config.json
+    # says.
     if is_untied and spec.is_native:
         _logger.info(
             "%s: embedding and output are two matrices now; the base ties them (%s values more)",

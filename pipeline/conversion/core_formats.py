@@ -1,7 +1,7 @@
 """The formats of the core: merged, scale, expansion and peft.
 
-The contents of each are in a module of its own: `merged`, `scale_export` and `hosted_export`, and
-`adapter`.
+The contents of each are in a module of its own: `merged`, `scale_export` and `adapter`. A kind of
+bases may have an export of its own in the format `scale` (`BaseKind.scale_export`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pipeline.conversion.adapter import (
     write_adapter,
 )
 from pipeline.conversion.export_format import ExportFormat, HfFormat
-from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import CardSections, base_hub_name
 from pipeline.conversion.request import Conversion
@@ -31,10 +30,12 @@ from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import CheckpointError
 from pipeline.expansion_folder import EXPANSION as EXPANSION_FOLDER
 from pipeline.expansion_folder import open_expansion, write_expansion
+from pipeline.extension import load_object
 from pipeline.hf.write import Export
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.bases import kind_of
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, added_widths
@@ -87,9 +88,10 @@ class Scale(HfFormat):
         )
 
     def contents(self, model: TrainedModel, dtype: torch.dtype, conversion: Conversion) -> Export:
-        if not model.base.spec.is_native:
-            return hosted_export(model, dtype)
-        return scale_export(model, dtype)
+        place = kind_of(model.base.spec).scale_export
+        make = scale_export if place is None else load_object(place)
+        export: Export = make(model, dtype)
+        return export
 
 
 class Peft(HfFormat):

@@ -29,8 +29,8 @@ from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import check_export
 from pipeline.hf.write import Export, write_hf_folder
-from pipeline.hosted.bases import computed_dtype
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.bases import computed_dtype
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 

@@ -22,7 +22,7 @@ class Conversion:
         base: the folder of its base.
         output: the folder to write.
         format: the name of the format, or `auto`: the first that can express the model.
-        dtype: the type of the weights; None: the base's own, but fp32 with a hosted base of which
+        dtype: the type of the weights; None: the base's own, but fp32 with a base of which
             transformers keeps parameters in fp32.
         gate: the folder of the run's gate; None: the export has none.
         vocabulary: the folder of the extended vocabulary; None: where it was in training.

@@ -10,9 +10,9 @@ import torch
 
 from pipeline.config.method import Freeze, LlamaPro, Lora, starts_from_expansion
 from pipeline.errors import ConfigError
-from pipeline.hosted import bases
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import FrozenBaseMethod
+from pipeline.model import bases
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import REFERENCE, Decoder
@@ -191,7 +191,7 @@ class LlamaProMethod(TrainingMethod):
 
     @torch.no_grad()
     def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
-        assert isinstance(model, Decoder), "hosted bases take method scale only"
+        assert isinstance(model, Decoder), "it was built above"
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
         for layer in model.added_layers:
             for name, parameter in model.layers[layer].named_parameters():

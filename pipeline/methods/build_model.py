@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.hosted.decoder import HostedDecoder
-from pipeline.hosted.quantized_maps import quantize_maps
-from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.unsupported import check_hosted_run
 from pipeline.methods.parameter_groups import matching
 from pipeline.methods.registry import training_method
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.quantized import (
-    DEFAULT_RECIPE,
-    Fp8Recipe,
-    QuantizedPrecision,
-    stored_parameter,
-)
+from pipeline.parallel.quantized import DEFAULT_RECIPE, Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
-from pipeline.scale.widened_linear import base_maps
 
 
 def build_model(
@@ -47,12 +38,11 @@ def build_model(
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
         ConfigError: `compile` with a mixture of experts, `parallel.expert_size` with experts that
-            train, a stage's `trains` that matches nothing, or a setting that a hosted base cannot
-            have.
+            train, a stage's `trains` that matches nothing, or a setting that bases of this kind
+            cannot have.
     """
     check_sequence_length(config.data.sequence_length, tp)
-    if isinstance(spec, HostedSpec):
-        check_hosted_run(config, spec, tp.size)
+    kind_of(spec).check_run(config, spec, tp.size)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
             "compile: expected false: nothing has run a compiled mixture of experts yet "
@@ -117,15 +107,10 @@ def quantize_base(
 ) -> None:
     """Stores the base's linear maps, unset yet, in `precision`; in fp8 as `recipe` says.
 
-    Embedding, norms and output projection stay; of a hosted base also experts.
+    Embedding, norms and output projection stay; where transformers computes the base, also
+    experts.
 
     Raises:
         ConfigError: if one of them trains, or cannot be split over the ranks in `precision`.
     """
-    if isinstance(model, HostedDecoder):
-        quantize_maps(model, precision, recipe)
-        return
-    for path, module in base_maps(model).items():
-        weight = module.get_parameter("weight")
-        stored = stored_parameter(weight, precision, path, model.tp.size, recipe)
-        module.register_parameter("weight", stored)
+    kind_of(model.spec).quantize_maps(model, precision, recipe)

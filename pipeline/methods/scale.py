@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline.config.method import (
     Initialisers,
@@ -23,19 +22,13 @@ from pipeline.config.method import (
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
-from pipeline.hosted.bases import build_decoder, load_base
-from pipeline.hosted.decoder import HostedDecoder
-from pipeline.hosted.folder import HostedFolder
-from pipeline.hosted.initial_expansion import initial_hosted_expansion
-from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.log import counted, get_logger
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.bases import build_decoder, kind_of, load_base
 from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.from_hf import check_weights, is_base
-from pipeline.model.initial_expansion import initial_expansion
+from pipeline.model.from_hf import is_base
 from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.linear import LowRankAdapter
@@ -66,8 +59,7 @@ class FrozenBaseMethod(TrainingMethod):
         self._own_tokens = own_tokens
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
-        if isinstance(spec, HostedSpec):
-            check_hosted_method(self.settings, spec)
+        kind_of(spec).check_method(self.settings, spec)
         plan = plan_expansion(
             self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
         )
@@ -235,24 +227,22 @@ def upscale(
 
     `own_tokens` are the ids that get rows of their own, where the method has such rows.
     """
-    if isinstance(base.spec, HostedSpec):
-        check_hosted_method(settings, base.spec)
+    kind = kind_of(base.spec)
+    kind.check_method(settings, base.spec)
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     if plan.own is not None and plan.own.low_rank is not None and base.spec.mixture is not None:
         _logger.info(
             "low-rank differences: of all linear maps but the experts', which are in one tensor"
         )
-    # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
+    # Names and shapes alone.
     with torch.device("meta"):
         model = build_decoder(base.spec, plan)
     check_rank(model, settings)
-    whole_base: nn.Module | None = None
-    # Before the decompositions, which take minutes, and would end at a tensor that is missing.
-    if isinstance(base, HostedFolder):
-        whole_base = base.whole(base.dtype)
-    else:
-        check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
+    # LoRA has no block that an initialiser of the paper applies to.
+    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    # It checks the base's weights, before they are hashed.
+    blocks = kind.initial_expansion(model, base, names, initialisers, seed)
     origin: dict[str, Any] = {
         "base": str(base.path),
         "base_hashes": base.hashes,
@@ -263,10 +253,4 @@ def upscale(
     }
     if own_tokens is not None:
         origin["own_tokens"] = list(own_tokens)
-    # LoRA has no block that an initialiser of the paper applies to.
-    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
-    if isinstance(model, HostedDecoder) and whole_base is not None:
-        blocks = initial_hosted_expansion(model, whole_base, names, initialisers, seed)
-    else:
-        blocks = initial_expansion(model, names, base.read, initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

@@ -18,8 +18,8 @@ from pipeline.model.spec import DecoderSpec
 
 # Far above what rounding changes in fp32, and far below any change of a setting.
 _ROUNDING = 1e-6
-# Of a hosted base: a correlation that is measured on a model with random weights, whose numbers
-# another release of torch may draw otherwise.
+# Of a base that transformers computes: a correlation that is measured on a model with random
+# weights, whose numbers another release of torch may draw otherwise.
 _MEASURED = ".additivity"
 _MEASURING_ERROR = 0.1
 

@@ -53,6 +53,11 @@ class BaseFolder:
     spec: DecoderSpec
     new_tokens: NewTokens | None = field(default=None, compare=False)
 
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether its weights are read all at once, and not parameter by parameter."""
+        return False
+
     @cached_property
     def file_of(self) -> dict[str, Path]:
         """The file of each of the folder's tensors.

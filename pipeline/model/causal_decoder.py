@@ -1,7 +1,7 @@
 """What training, scoring, checkpoints and exports use of a model, whoever computes its base.
 
-`pipeline.model.decoder.Decoder` computes the base itself. `pipeline.hosted.decoder.HostedDecoder`
-lets transformers' own modules compute it.
+`pipeline.model.decoder.Decoder` computes the base itself. A base of another kind
+(`pipeline.model.base_kind`) has a decoder of its own.
 """
 
 from __future__ import annotations

@@ -12,22 +12,29 @@ tokens, with G [n, V] the gradient with respect to the logits z = W_out x + W_ou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.loss_gradients import (
+    LossInputs,
+    Projected,
+    add_gradients,
+    empty_gradients,
+)
 from pipeline.model.new_tokens import LogitColumns
-from pipeline.model.own_weights import OwnColumns, add_gradient_of_own_rows_
+from pipeline.model.own_weights import OwnColumns
+from pipeline.parallel import fused_cross_entropy
 from pipeline.parallel.cross_entropy import (
     IGNORED,
     greedy_choices_,
     kl_and_logit_gradient_,
     nll_and_logit_gradient_,
 )
-from pipeline.scale.router import gradients_of_paths
+from pipeline.parallel.fused_cross_entropy import LogitParts
 
 
 class Losses(NamedTuple):
@@ -64,30 +71,17 @@ class Losses(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Projected:
-    """The logits of n tokens, and what they were computed from.
-
-    Attributes:
-        logits: [n, columns] in fp32, this rank's columns.
-        weight: [columns of the base's vocabulary, D], the matrix that multiplied x.
-        x, x_up: [n, D] and [n, U], the streams that the weights multiplied; Route mixes its two
-            paths' before.
-        preserved: bool [n], which tokens took Route's preserved path; None for other models.
-    """
-
-    logits: Tensor
-    weight: Tensor
-    x: Tensor
-    x_up: Tensor | None
-    preserved: Tensor | None = None
-
-
 class Projection(Protocol):
     """What the loss needs of the output projection: `pipeline.model.output.OutputProjection`."""
 
     vocabulary: LogitColumns
     kl_coefficient: float
+    softcap: float | None
+    logit_factor: float
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss of training is compiled."""
 
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary, if there are any."""
@@ -98,8 +92,11 @@ class Projection(Protocol):
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of tokens of which none holds tokens on both sides of `kl_tokens`."""
 
-    def project(self, hidden: HiddenStates, open_weight: Tensor | None = None) -> Projected:
-        """The logits of some tokens; with `open_weight` of tokens that are all open."""
+    def project(
+        self, hidden: HiddenStates, open_weight: Tensor | None = None, *, summed: bool = True
+    ) -> Projected:
+        """The logits of some tokens; with `open_weight` of tokens that are all open; not `summed`
+        perhaps as two products."""
 
     def slopes(self, logits: Tensor) -> Tensor | None:
         """The derivatives of soft-capped logits with respect to what was capped; None without
@@ -107,37 +104,6 @@ class Projection(Protocol):
 
     def reference_logits(self, x: Tensor) -> Tensor:
         """The base's own logits for its hidden states x: [n, D]."""
-
-
-@dataclass
-class LossInputs:
-    """The differentiable inputs of the loss, or their gradients. None: there is none, or it needs
-    no gradient.
-
-    Attributes:
-        x, x_up, preserved_x, preserved_x_up: the fields of `HiddenStates`.
-        base: W_out, [V / tp_size, D].
-        expansion: W_out^up, [V / tp_size, U].
-        new_rows: the rows of new tokens, [n / tp_size, D + U].
-        own_rows: the differences of W_out's rows for open tokens, [r, D].
-    """
-
-    x: Tensor | None
-    x_up: Tensor | None
-    preserved_x: Tensor | None
-    preserved_x_up: Tensor | None
-    base: Tensor | None
-    expansion: Tensor | None
-    new_rows: Tensor | None
-    own_rows: Tensor | None = None
-
-    def in_order(self) -> list[Tensor | None]:
-        """The tensors in the order of the fields, in which autograd takes and returns them."""
-        return [getattr(self, field.name) for field in fields(self)]
-
-
-WEIGHTS = ("base", "expansion", "new_rows", "own_rows")
-"""The fields of `LossInputs` that are weights."""
 
 
 @dataclass(frozen=True)
@@ -192,21 +158,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return tuple(scaled)
 
 
-def empty_gradients(inputs: LossInputs, needed: tuple[bool, ...]) -> LossInputs:
-    """Zeros for each of `inputs` that needs a gradient."""
-    gradients: list[Tensor | None] = []
-    for field, tensor, is_needed in zip(fields(inputs), inputs.in_order(), needed, strict=True):
-        if tensor is None or not is_needed:
-            gradients.append(None)
-        elif field.name in WEIGHTS:
-            # Summed over chunks, in fp32: a sum in 16 bits would lose small terms.
-            gradients.append(torch.zeros_like(tensor, dtype=torch.float32))
-        else:
-            # Each row is written once.
-            gradients.append(torch.zeros_like(tensor))
-    return LossInputs(*gradients)
-
-
 def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossInputs) -> Losses:
     """The losses, chunk by chunk; adds each chunk's part to `gradients`."""
     assert inputs.x is not None and inputs.base is not None, "every model has a base stream"
@@ -237,31 +188,24 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
     is_greedy_choice = None if trains else torch.empty_like(preserved)
 
+    compiled = trains and projection.compiles_loss
     for rows in projection.chunks(len(targets), kl_tokens):
         # The chunk's logits live until the end of this iteration; nothing of them is saved.
-        projected = projection.project(hidden.rows(rows), open_weight)
+        projected = projection.project(hidden.rows(rows), open_weight, summed=not compiled)
         if projected.preserved is not None:
             preserved[rows] = projected.preserved
         if is_greedy_choice is not None:
             greedy = greedy_choices_(projected.logits, **columns)
             is_greedy_choice[rows] = greedy == target_columns[rows]
 
-        # The losses below overwrite the logits with their gradient.
-        slopes = projection.slopes(projected.logits) if trains else None
-        if settings.reference is not None and rows.start < kl_tokens:
-            kl[rows], logit_gradient = kl_and_logit_gradient_(
-                projected.logits,
-                projection.reference_logits(settings.reference[rows]),
-                ignored=targets[rows] == IGNORED,
-                **columns,
-            )
-            logit_gradient *= projection.kl_coefficient
+        trains_by_kl = rows.start < kl_tokens
+        loss = kl if trains_by_kl else nll
+        if compiled:
+            loss[rows], logit_gradient = _compiled_loss(settings, projected, rows, trains_by_kl)
         else:
-            nll[rows], logit_gradient = nll_and_logit_gradient_(
-                projected.logits, target_columns[rows], **columns
+            loss[rows], logit_gradient = _loss_by_operations_(
+                settings, projected.logits, rows, trains_by_kl, trains
             )
-        if slopes is not None:
-            logit_gradient *= slopes
         if trains:
             logit_gradient = logit_gradient.to(inputs.base.dtype)
             add_gradients(gradients, inputs, rows, projected, logit_gradient, own_columns)
@@ -272,61 +216,53 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     return Losses(total, nll, kl, preserved, is_greedy_choice)
 
 
-def add_gradients(
-    gradients: LossInputs,
-    inputs: LossInputs,
-    rows: slice,
-    projected: Projected,
-    logit_gradient: Tensor,
-    own_columns: OwnColumns | None,
-) -> None:
-    """Adds one chunk's part to `gradients`; logit_gradient: [n, columns] in the type of the
-    weights.
-
-    `own_columns` says which own row each column of the base's vocabulary has, if there are any.
-    """
-    assert inputs.base is not None
-    # This rank's columns are those of the base's vocabulary, then those of new tokens, if there are
-    # any.
-    of_base = logit_gradient[:, : len(inputs.base)]
-    of_new = logit_gradient[:, len(inputs.base) :]
-    width = inputs.base.shape[1]
-
-    if gradients.base is not None:
-        gradients.base += of_base.T @ projected.x
-    if gradients.expansion is not None:
-        assert projected.x_up is not None
-        gradients.expansion += of_base.T @ projected.x_up
-    if gradients.new_rows is not None:
-        streams = projected.x
-        if projected.x_up is not None:
-            streams = torch.cat([projected.x, projected.x_up], dim=1)
-        gradients.new_rows += of_new.T @ streams
-    if gradients.own_rows is not None and own_columns is not None:
-        add_gradient_of_own_rows_(gradients.own_rows, of_base, projected.x, own_columns)
-
-    of_x: Tensor | None = None
-    if gradients.x is not None:
-        of_x = of_base @ projected.weight
-        if inputs.new_rows is not None:
-            of_x += of_new @ inputs.new_rows[:, :width]
-    of_x_up: Tensor | None = None
-    if inputs.expansion is not None and projected.x_up is not None:
-        of_x_up = of_base @ inputs.expansion
-        if inputs.new_rows is not None:
-            of_x_up += of_new @ inputs.new_rows[:, width:]
-
-    if projected.preserved is None:
-        _set_rows(gradients.x, rows, of_x)
-        _set_rows(gradients.x_up, rows, of_x_up)
-        return
-    of_paths = gradients_of_paths(of_x, of_x_up, projected.preserved)
-    _set_rows(gradients.x, rows, of_paths.x)
-    _set_rows(gradients.x_up, rows, of_paths.x_up)
-    _set_rows(gradients.preserved_x, rows, of_paths.preserved_x)
-    _set_rows(gradients.preserved_x_up, rows, of_paths.preserved_x_up)
+def _compiled_loss(
+    settings: LossSettings, projected: Projected, rows: slice, trains_by_kl: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token of a chunk, and its gradient with respect to the logits before they
+    were capped, in the type of the weights."""
+    projection = settings.projection
+    targets = settings.targets[rows]
+    dtype = projected.weight.dtype
+    columns = projection.vocabulary.range
+    logits = LogitParts(
+        projected.logits, projected.logits_of_x_up, projection.softcap, projection.logit_factor
+    )
+    if not trains_by_kl:
+        return fused_cross_entropy.nll_and_logit_gradient(
+            logits, projection.vocabulary.of_tokens(targets), dtype, **columns
+        )
+    assert settings.reference is not None
+    return fused_cross_entropy.kl_and_logit_gradient(
+        logits._replace(factor=projection.logit_factor * projection.kl_coefficient),
+        projection.reference_logits(settings.reference[rows]),
+        targets == IGNORED,
+        dtype,
+        **columns,
+    )
 
 
-def _set_rows(gradient: Tensor | None, rows: slice, values: Tensor | None) -> None:
-    if gradient is not None and values is not None:
-        gradient[rows] = values
+def _loss_by_operations_(
+    settings: LossSettings, logits: Tensor, rows: slice, trains_by_kl: bool, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by single operations, which overwrite the logits with their gradient, in fp32."""
+    projection = settings.projection
+    targets = settings.targets[rows]
+    columns = projection.vocabulary.range
+    slopes = projection.slopes(logits) if trains else None
+    if trains_by_kl:
+        assert settings.reference is not None
+        loss, gradient = kl_and_logit_gradient_(
+            logits,
+            projection.reference_logits(settings.reference[rows]),
+            ignored=targets == IGNORED,
+            **columns,
+        )
+        gradient *= projection.kl_coefficient
+    else:
+        loss, gradient = nll_and_logit_gradient_(
+            logits, projection.vocabulary.of_tokens(targets), **columns
+        )
+    if slopes is not None:
+        gradient *= slopes
+    return loss, gradient

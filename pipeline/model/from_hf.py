@@ -466,5 +466,5 @@ def check_weights(
 
 def is_base(name: str) -> bool:
     """Whether a parameter is the pretrained model's."""
-    # A hosted base is a module of that name, with transformers' own names below it.
+    # A base of transformers is a module of that name, with transformers' own names below it.
     return name.startswith("base.") or _BASE_NAME.search(name) is not None

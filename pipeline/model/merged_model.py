@@ -26,7 +26,7 @@ def merged_unsupported_reason(
     if plan is None:
         return None
     if not spec.is_native:
-        return f"a hosted base (model_type {spec.family}): its matrices are not widened"
+        return f"{spec.noun} (model_type {spec.family}): its matrices are not widened"
     reason: str | None = None
     if plan.expansion is not None:
         reason = _unmerged_blocks_reason(plan, spec)

@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
-from pipeline.model.chunked_loss import Losses, LossInputs, LossSettings, Projected, chunked_loss
+from pipeline.model.chunked_loss import Losses, LossSettings, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.loss_gradients import LossInputs, Projected
 from pipeline.model.new_tokens import LogitColumns
 from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
 from pipeline.parallel.embedding import VOCABULARY
@@ -37,6 +40,15 @@ def perplexity(nats: float) -> float:
     return math.exp(nats)
 
 
+@cache
+def compiles_by_default(device: str) -> bool:
+    """Whether the loss is compiled on a type of device unless a run says so: where torch has a
+    compiler for GPUs. The meta device stands for a GPU."""
+    if device == "meta":
+        return True
+    return device == "cuda" and has_triton() and not torch._dynamo.config.disable
+
+
 class OutputProjection(nn.Module):
     """logits = W_out x + W_out^up x_up: [N, V]; under Route, Eq. 5 of the paper decides per token.
 
@@ -53,6 +65,9 @@ class OutputProjection(nn.Module):
         kl_coefficient: the factor of KL(base || model) in the loss.
         threshold: the router's, of Route.
         softcap: with c, a logit is c · tanh(z / c); the router compares z itself.
+        logit_factor: a constant factor of z, before it is capped.
+        compile_loss: whether the loss of training is compiled; None: on a GPU only, because
+            compiling takes longer than a short run on a CPU gains.
         vocabulary: which columns of the logits are this rank's.
         columns: how many of them `base` gives, without padding.
         base_columns: how many of them are of the base's vocabulary. The router compares these
@@ -78,6 +93,8 @@ class OutputProjection(nn.Module):
         self.vocab_size = vocab_size
         self.threshold = threshold
         self.kl_coefficient = 1.0
+        self.logit_factor = 1.0
+        self.compile_loss: bool | None = None
         self.base = sharded_parameter((vocab_size, hidden_size), VOCABULARY, tp)
         self.expansion: nn.Parameter | None = None
         if expansion_size is not None:
@@ -141,12 +158,28 @@ class OutputProjection(nn.Module):
         rows = F.embedding(self.own_columns().row_of_column, self.own_rows.detach())
         return rows.add_(self.base.detach())
 
-    def project(self, hidden: HiddenStates, open_weight: Tensor | None = None) -> Projected:
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss of training is compiled on this device."""
+        if self.compile_loss is not None:
+            return self.compile_loss
+        return compiles_by_default(self.base.device.type)
+
+    def project(
+        self, hidden: HiddenStates, open_weight: Tensor | None = None, *, summed: bool = True
+    ) -> Projected:
         """The logits of n tokens, with the streams and the matrix that they are products of.
 
-        `open_weight`, that of the method of this name, is for tokens that are all open.
+        `open_weight`, that of the method of this name, is for tokens that are all open. Unless
+        `summed`, logits that are the sum of two products and nothing else come as these.
         """
         weight = self.base if open_weight is None else open_weight
+        if not summed and self._is_plain_sum(hidden, open_weight):
+            z = self._base_product(hidden.x, weight)
+            z_up: Tensor | None = None
+            if hidden.x_up is not None and self.expansion is not None:
+                z_up = F.linear(hidden.x_up, self.expansion)
+            return Projected(z, weight, hidden.x, hidden.x_up, logits_of_x_up=z_up)
         z = self._base_logits(hidden.x, weight)
         x = hidden.x
         x_up = hidden.x_up
@@ -225,13 +258,25 @@ class OutputProjection(nn.Module):
             change = change.masked_fill_(closed.unsqueeze(1), 0)
         return z.add_(change)
 
+    def _is_plain_sum(self, hidden: HiddenStates, open_weight: Tensor | None) -> bool:
+        """Whether logits are W_out x + W_out^up x_up, and nothing is done to them after."""
+        is_changed = self.softcap is not None or self.logit_factor != 1.0
+        has_separate_rows = self.own_rows is not None and open_weight is None
+        has_more = self.new_rows is not None or has_separate_rows
+        by_token = hidden.preserved_x is not None or hidden.closed is not None
+        return not (is_changed or has_more or by_token)
+
     def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`weight` x in fp32; the base's own columns are the same to the bit whether others follow
-        them or not."""
+        """`weight` x in fp32."""
+        return self._base_product(x, weight).float()
+
+    def _base_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`weight` x; the base's own columns are the same to the bit whether others follow them or
+        not."""
         if self.base_columns == self.columns:
-            return F.linear(x, weight).float()
+            return F.linear(x, weight)
         rows = [self.base_columns, len(weight) - self.base_columns]
-        return separate_products(x, weight, rows).float()
+        return separate_products(x, weight, rows)
 
     def _route(self, z_p: Tensor, z_a: Tensor) -> Tensor:
         """Which tokens take Route's preserved path: bool [n]. One all-reduce where the vocabulary

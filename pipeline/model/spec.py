@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.config.base import BaseCode
 from pipeline.errors import LayoutError
 from pipeline.parallel.norms import NormedChannels, NormKind
-from pipeline.scale.plan import Widths
+from pipeline.scale.plan import OwnWeights, Widths
 
 Activation = Callable[[Tensor], Tensor]
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -147,9 +148,28 @@ class DecoderSpec:
         return self.max_position_embeddings
 
     @property
+    def base_code(self) -> BaseCode:
+        """Whose code computes the base; of that kind it is (`pipeline.model.bases`)."""
+        return "native"
+
+    @property
     def is_native(self) -> bool:
-        """Whether the package's own code computes the base, and not transformers'."""
+        """Whether the package's own code computes the base."""
+        return self.base_code == "native"
+
+    @property
+    def noun(self) -> str:
+        """What messages call a base of this kind, with its article."""
+        return "a native base"
+
+    @property
+    def has_one_stream(self) -> bool:
+        """Whether the base has a single residual stream, [B, S, D], which a gate can read."""
         return True
+
+    def describe_own(self, own: OwnWeights) -> str | None:
+        """Which modules have weights of open tokens' own; None: all that the settings name."""
+        return None
 
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON, but for the layers, and the rows of an extended vocabulary."""

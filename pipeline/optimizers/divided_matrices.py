@@ -271,18 +271,19 @@ def _matrices_of(
 
 
 def _buckets(matrices: Sequence[DividedMatrix], ranks: int) -> list[Bucket]:
-    """The matrices in their order, in buckets of about `BUCKET_ELEMENTS` a rank."""
+    """The matrices in buckets of about `BUCKET_ELEMENTS` a rank.
+
+    Under ZeRO-1 and 2 a rank holds consecutive matrices. So each bucket takes some of everywhere:
+    of consecutive ones a few ranks would send and receive all they hold, while the others wait.
+    """
+    total = sum(matrix.size for matrix in matrices)
+    count = -(-total // (BUCKET_ELEMENTS * ranks))  # rounded up
+    # By size, so that the buckets have equal shares of the large ones; equal ones stay in order.
+    by_size = sorted(matrices, key=lambda matrix: matrix.size)
     buckets: list[Bucket] = []
-    waiting: list[DividedMatrix] = []
-    size = 0
-    for number, matrix in enumerate(matrices):
-        waiting.append(matrix)
-        size += matrix.size
-        is_last = number + 1 == len(matrices)
-        if is_last or size >= BUCKET_ELEMENTS * ranks:
-            buckets.append(Bucket(tuple(waiting), tuple(_owners(waiting, ranks))))
-            waiting = []
-            size = 0
+    for number in range(min(count, len(matrices))):
+        within = by_size[number::count]
+        buckets.append(Bucket(tuple(within), tuple(_owners(within, ranks))))
     return buckets
 
 

@@ -105,7 +105,7 @@ def _seconds_of_pass(model: CausalDecoder, ids: torch.Tensor) -> float:
 def _part(spec: DecoderSpec, threads: int) -> tuple[DecoderSpec, int, float]:
     """A part of the base whose pass is short; the tokens of the pass, and the FLOPs of each."""
     plain: dict[str, object] = {}
-    for setting in fields(DecoderSpec):  # A hosted base has more, of which nothing is computed.
+    for setting in fields(DecoderSpec):  # A spec of another kind has more.
         plain[setting.name] = getattr(spec, setting.name)
     whole = DecoderSpec(**plain)  # type: ignore[arg-type]
     layer = replace(whole.layers[0], has_experts=False)

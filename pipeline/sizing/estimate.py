@@ -14,13 +14,13 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import TrainingStage, training_stages
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import BaseModelError, UserError
-from pipeline.hosted.bases import read_spec
+from pipeline.errors import UserError
 from pipeline.log import counted
 from pipeline.methods.build_model import build_model
 from pipeline.methods.registry import training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
+from pipeline.model.bases import read_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
@@ -29,6 +29,7 @@ from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 from pipeline.sizing.cluster import Cluster, Speed, gpu_speed
 from pipeline.sizing.cpu_speed import cpu_speed
+from pipeline.sizing.described_base import described_base
 from pipeline.sizing.flops import (
     FlopsPerToken,
     ServedFlops,
@@ -422,25 +423,13 @@ def open_estimator(
             by the number of ranks that share experts.
         DataError: the extended vocabulary is missing, or of another base.
     """
-    source = base_config or config.base
-    if not source.exists():
-        raise BaseModelError(
-            f"{source}: no such file or folder; the base's config.json is enough: "
-            f"name it with --base-config{_shipped_example(config.base)}"
-        )
+    source = described_base(config, base_config)
     parallel = config.parallel
     layout = Layout(cluster.gpus, parallel.tp_size, parallel.expert_size)
     deepspeed = deepspeed_config_of(config, layout)
     check_optimizer(config.schedule, deepspeed)
     spec = read_spec(source, config.base_code)
     return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
-
-
-def _shipped_example(base: Path) -> str:
-    """The project's own config.json of the model `base`, as an example for a message."""
-    name = base.name.lower().removesuffix("-base").removesuffix("-instruct")
-    shipped = Path("configs/bases") / f"{name}.json"
-    return f", such as {shipped}" if shipped.exists() else ""
 
 
 def _place(estimate: Estimate) -> tuple[int, int, int, int]:

@@ -17,11 +17,19 @@ import torch.nn.attention.varlen  # noqa: F401  # registers its operations
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.sizing.live_memory import KnownSizes
-from pipeline.sizing.meta_device import foreign_code_traced
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
+
+
+def _sum_and_product_flops(
+    _: Sequence[int], left: Sequence[int], right: Sequence[int], *__: Any, **___: Any
+) -> int:
+    """left: [M, N], right: [N, K]."""
+    rows, inner = left
+    return 2 * rows * inner * right[1]
 
 
 def _attention_flops(
@@ -65,11 +73,13 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _varlen_flops(query, key, value, *rest)
 
 
-# torch's formulas, and ours for the kernels that pipeline.model.attention runs on the meta device.
+# torch's formulas, and ours. That of torch for sums with products refuses a type of the result. The
+# others are for the kernels that pipeline.model.attention runs on the meta device.
 # torch has no formula for the first kernel. Its formula for the second one, which layers with
 # windows run, reads values, and meta tensors have none.
-_COUNTED = {
+FLOP_FORMULAS = {
     **flop_registry,
+    torch.ops.aten.addmm: shape_wrapper(_sum_and_product_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
         _attention_backward_flops
@@ -93,7 +103,7 @@ class _FlopCount(KnownSizes):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
-        formula = _COUNTED.get(operation.overloadpacket)
+        formula = FLOP_FORMULAS.get(operation.overloadpacket)
         if formula is not None:
             self.flops[str(operation.overloadpacket)] += formula(
                 *args, **(kwargs or {}), out_val=result
@@ -134,7 +144,7 @@ def count_flops(
     for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
         if share == 0:
             continue
-        with foreign_code_traced(meta_model.spec), _FlopCount() as count:
+        with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as count:
             total_loss = meta_model(tokens, tokens, None, None, kl_sequences, kl_sequences).total
             if torch.is_grad_enabled():
                 total_loss.backward()
@@ -185,10 +195,10 @@ def count_served_flops(
         gate_layer: the layer before which the gate reads; the number of layers: after the last.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
-    with foreign_code_traced(meta_model.spec), _FlopCount() as closed:
+    with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as closed:
         meta_model.logits(tokens, path="base")
     meta_model.gate = _OpenGate(gate_layer)
-    with foreign_code_traced(meta_model.spec), _FlopCount() as opened:
+    with kind_of(meta_model.spec).traced(meta_model.spec), _FlopCount() as opened:
         meta_model.logits(tokens)
     meta_model.gate = None
     return ServedFlops(

@@ -112,7 +112,7 @@ def _tensor_parallel_layouts(
 ) -> list[Choice]:
     recomputations = list(RECOMPUTATIONS)
     if not spec.is_native:
-        # Hosted layers keep nothing where they are recomputed.
+        # Layers of transformers keep nothing where they are recomputed.
         recomputations = [one for one in RECOMPUTATIONS if one[1] == "nothing"]
     tp_sizes = {own.tp_size}
     for size in GROUP_SIZES:

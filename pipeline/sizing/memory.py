@@ -13,13 +13,16 @@ from dataclasses import dataclass, fields
 import torch
 
 from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.optimizers.divided_matrices import BUCKET_ELEMENTS
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
 from pipeline.sizing.training_state import MASTER_AND_MOMENTS, MOMENT
 
-_WHOLE_MATRIX = 16
-"""Bytes of an element of the matrix that Muon orthogonalises, one at a time: its shards, the whole
-matrix, and the bf16 copies of the Newton-Schulz iteration."""
+_MESSAGE = 2
+"""Bytes of an element in Muon's messages: the update in bf16."""
+_ITERATED = 10
+"""Bytes of an element that a rank orthogonalises: the matrix, and what an iteration holds in bf16,
+the normalised matrix, its Gram matrix, their polynomial, and the result."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +147,19 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     else:
         # Others copy their own partition of the gradients to fp32.
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
-    by_muon = costs.by_muon
-    largest_matrix = 0
-    for parameter in by_muon:
-        largest_matrix = max(largest_matrix, parameter.muon_size)
-    # Muon first makes the update of its whole partition, beside gradient and momentum: see
-    # `Muon._update`.
-    size += partitioned_elements(by_muon, zero, dp_size) * MOMENT
-    return size + largest_matrix * _WHOLE_MATRIX
+    return size + _muon_bytes(costs, zero, dp_size)
+
+
+def _muon_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+    """Muon's update of a rank's partition, and the matrices that the rank owns of a bucket."""
+    held = partitioned_elements(costs.by_muon, zero, dp_size)
+    # The update exists beside gradient and momentum, see `Muon._update`, and as it is sent.
+    size = held * (MOMENT + _MESSAGE)
+    # A rank owns about as many elements as it holds, but whole matrices.
+    owned = min(held, BUCKET_ELEMENTS)
+    for parameter in costs.by_muon:
+        owned = max(owned, parameter.muon_size)
+    return size + owned * _ITERATED
 
 
 def bucket_bytes(zero: DeepSpeedConfig) -> int:

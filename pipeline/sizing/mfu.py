@@ -68,7 +68,7 @@ def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None)
 
     Of frozen parts only the FLOPs count that training computes. Recomputation by activation
     checkpointing does not count. The MFU is not known without a `peak` of the device, and for a
-    hosted base whose FLOPs cannot be counted.
+    base whose FLOPs cannot be counted.
     """
     if peak is None:
         return None

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
-from pipeline.hosted.decoder import HostedDecoder
 from pipeline.methods.build_model import build_model
 from pipeline.model.attention import Documents
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.recomputation import KeptResults
@@ -36,7 +36,6 @@ from pipeline.parallel.sharding import (
 )
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks, imagined_ranks
 from pipeline.sizing.live_memory import LiveMemory
-from pipeline.sizing.meta_device import foreign_code_traced
 
 
 class ParameterUse(NamedTuple):
@@ -47,7 +46,8 @@ class ParameterUse(NamedTuple):
         trained: whether it trains.
         read_again: whether the backward pass reads it.
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
-        muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
+        muon_size: elements of a whole matrix that Muon updates, of a stack of experts one; 0 where
+            it does not.
         split: whether it is sharded over tensor-parallel ranks. Some of these may hold the same
             shard, where there are fewer key/value heads than ranks.
         kept_whole: whether ZeRO-3 does not partition it: experts that ranks share.
@@ -130,7 +130,7 @@ def measure_micro_batch(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
-        NotTracedError: transformers' code of a hosted base does not run without data.
+        NotTracedError: the base's code does not run without data.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     expert_payload_bytes: Counter[tuple[int, str]] = Counter()
@@ -218,7 +218,7 @@ def _use_of(
     """The use of one parameter in a step."""
     muon_size = 0
     if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
-        muon_size = math.prod(full_shape_of(weight))
+        muon_size = math.prod(full_shape_of(weight)[-2:])
     return ParameterUse(
         size=weight.numel(),
         trained=weight.requires_grad,
@@ -245,10 +245,9 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
     checkpointed = set(model.recomputed_layers())
-    # x_up passes through every layer of a hosted base and has gradients, so that every layer runs
-    # again. It is not among the outputs of the base's own modules, which have no gradient below
-    # W12.
-    always_runs_again = isinstance(model, HostedDecoder)
+    # x_up passes through every layer and has gradients, so that every layer runs again. It is not
+    # among the outputs of modules of transformers, which have no gradient below W12.
+    always_runs_again = not model.spec.is_native
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
@@ -274,7 +273,7 @@ def _run(model: CausalDecoder, config: RunConfig, kl_sequences: int) -> _Pass:
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
-        with foreign_code_traced(model.spec), live:
+        with kind_of(model.spec).traced(model.spec), live:
             losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             # `before_loss` has reset the peak: this one is of the output projection and the loss.
             loss = live.peak - activations

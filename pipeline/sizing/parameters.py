@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from pipeline.config.run import RunConfig
-from pipeline.hosted.decoder import HostedDecoder
-from pipeline.hosted.mixtures import idle_parameters
-from pipeline.hosted.spec import HostedSpec
 from pipeline.methods.registry import training_method
+from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.decoder import is_layer_matrix
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 
@@ -73,19 +70,7 @@ def count_parameters(
         if parameter.requires_grad:
             trained += parameter.numel()
 
-    idle = 0
-    if isinstance(model.spec, HostedSpec):
-        idle = idle_parameters(model.spec, base)
-    mixture = model.spec.mixture
-    if mixture is not None:
-        experts = 0
-        for module in base.modules():
-            if isinstance(module, ExpertLinear):
-                experts += module.weight.numel()
-        # A token takes top_k of the routed experts, all of one size; a shared expert is no
-        # ExpertLinear, and counts whole.
-        idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
-
+    idle = kind_of(model.spec).idle_parameters(model.spec, base)
     by_muon = 0
     if with_muon:
         for name, weight in named_trained_parameters(model):
@@ -104,10 +89,5 @@ def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
     """The parameters of a run's model, which is built on the meta device."""
     with torch.device("meta"):
         model = training_method(config).build(spec, SINGLE, "none")
-        base: nn.Module
-        if isinstance(model, HostedDecoder):
-            base = model.base
-        else:
-            # The rows of new tokens belong to the expansion.
-            base = Decoder(replace(spec, new_tokens=0))
+        base = kind_of(spec).base_alone(model)
         return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")

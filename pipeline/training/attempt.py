@@ -25,7 +25,7 @@ from pipeline.errors import (
 from pipeline.files.json_files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
 from pipeline.health.watchdog import RankWatchdog, lost_a_peer
-from pipeline.hosted.bases import missing_kernels
+from pipeline.model.bases import kind_of
 from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
@@ -169,7 +169,8 @@ def _record_start(trainer: Trainer) -> None:
     """On rank 0: records the start, and removes the mark of a run that more steps were added to."""
     (trainer.config.folder / TRAINING).unlink(missing_ok=True)
     record_training(trainer.config, dist.get_world_size(), trainer.position.step)
-    slow = missing_kernels(trainer.inputs.spec)
+    spec = trainer.inputs.spec
+    slow = kind_of(spec).missing_kernels(spec)
     if slow is not None:
         _logger.warning("%s", slow)
 

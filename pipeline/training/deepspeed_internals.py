@@ -151,7 +151,7 @@ def attach_zero_partitions(model: nn.Module) -> None:
         if not hasattr(parameter, "ds_tensor"):
             continue
         if not hasattr(parameter, "full_shape"):
-            # Of a hosted base, whose modules are not ours; ours set it themselves.
+            # Of a module of transformers; ours set it themselves.
             parameter.full_shape = tuple(parameter.ds_shape)
         values = parameter.ds_tensor
         shard_size = parameter.ds_numel

@@ -114,6 +114,7 @@ class Engine:
         self._resting = self._rest(model, groups, config, checkpoint)
         if config.compile:
             model.compile_layers()
+            model.output.compile_loss = True
         # Of trained parameters alone: DeepSpeed's optimizer state and fp32 copies then exist for
         # them only, and the base costs its 16-bit weights.
         optimizer = make_optimizer(

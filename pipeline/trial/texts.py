@@ -9,9 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pipeline.config.data import Corpus
+from pipeline.data.sources.csv_tables import DEFAULT_QUOTING
 from pipeline.data.sources.object_stores import RemoteFile
+from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import COMPRESSIONS, open_stream
 from pipeline.data.tokenize.input_files import input_files, is_here, is_text, kind_of
+from pipeline.data.tokenize.units import layout_of
 
 _FILES = 4
 """The most files that a sample comes from."""
@@ -47,10 +50,12 @@ def beginnings(
             break
         share = max(1, left // (min(_FILES, len(sizes)) - number))
         kind = kind_of(file)
-        is_cut_by_lines = kind in _LINES and corpus.encoding is None and corpus.document == "line"
-        if is_cut_by_lines:
+        is_of_lines = corpus.encoding is None and corpus.document == "line" and kind in _LINES
+        if is_of_lines and layout_of(file, kind, Keys()) == kind:
             part = folder / f"{number}.{_plain_name(file)}"
-            part.write_bytes(_first_lines(file, share))
+            quoting = corpus.quoting or DEFAULT_QUOTING.get(kind)
+            has_quotes = kind in DEFAULT_QUOTING and quoting == "standard"
+            part.write_bytes(_first_lines(file, share, has_quotes=has_quotes))
         elif kind == "parquet":
             part = folder / f"{number}.{file.name}"
             _write_first_rows(file, part, share)
@@ -66,16 +71,35 @@ def _plain_name(file: Path) -> str:
     return file.stem if file.suffix.lower() in COMPRESSIONS else file.name
 
 
-def _first_lines(file: Path, most_bytes: int) -> bytes:
-    """The first whole lines of a text, decompressed; one line at least."""
+def _first_lines(file: Path, most_bytes: int, *, has_quotes: bool) -> bytes:
+    """The first whole lines of a text, decompressed, about `most_bytes` of them; one at least.
+
+    `has_quotes`: it is a table, in which a line feed between quotation marks ends no row.
+    """
     stream = open_stream(file)
     content = b""
-    while len(content) < most_bytes or b"\n" not in content:
+    while True:
         piece = stream.read_at(len(content), most_bytes)
         if not piece:
             return content
         content += piece
-    return content[: content.rindex(b"\n") + 1]
+        end = _last_row_end(content) if has_quotes else content.rfind(b"\n")
+        if len(content) >= most_bytes and end >= 0:
+            return content[: end + 1]
+
+
+def _last_row_end(content: bytes) -> int:
+    """Where the last line feed is that is not between quotation marks; -1: there is none."""
+    parts = content.split(b'"')
+    stop = len(content)
+    for number in reversed(range(len(parts))):
+        start = stop - len(parts[number])
+        line_feed = parts[number].rfind(b"\n")
+        # Every other part is between quotation marks; a doubled one has an empty part.
+        if number % 2 == 0 and line_feed >= 0:
+            return start + line_feed
+        stop = start - 1
+    return -1
 
 
 def _write_first_rows(file: Path, part: Path, most_bytes: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from pipeline import command_line
 from pipeline.errors import RunFolderError
-from pipeline.evaluation.summary import SUMMARY
 from pipeline.evaluation.table import table
 from pipeline.files.json_files import read_object
+from pipeline.run_folder.status import SUMMARY
 
 CHATS = "chats.json"
 

@@ -23,9 +23,9 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.hf.load import load_hf_model
 from tests.distributed import run_ranks
-from tests.hosted.bases import save_hosted
-from tests.hosted.test_export import gated
-from tests.hosted.test_gate import ADAPT
+from tests.extensions.hosted.bases import save_hosted
+from tests.extensions.hosted.test_export import gated
+from tests.extensions.hosted.test_gate import ADAPT
 from tests.training.runs import make_run, train
 from tests.widened import some_tokens
 

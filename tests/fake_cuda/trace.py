@@ -47,7 +47,8 @@ from transformers.initialization import no_init_weights
 from pipeline.config.base import BaseCode, GradientPrecision
 from pipeline.config.method import Lora, Method
 from pipeline.config.schedule import Schedule
-from pipeline.conversion.hosted_export import config_entries
+from pipeline.extensions.hosted.export import config_entries
+from pipeline.extensions.hosted.spec import HostedSpec
 from pipeline.gating.gate import FittedGate
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
@@ -55,24 +56,23 @@ from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
-from pipeline.hosted.bases import read_spec
-from pipeline.hosted.spec import HostedSpec
 from pipeline.methods.build_model import quantize_base
 from pipeline.methods.registry import method_for
-from pipeline.model import attention
+from pipeline.model import attention, output
 from pipeline.model.attention import Documents
+from pipeline.model.bases import read_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.muon import orthogonalised
-from pipeline.parallel import experts, quantized
+from pipeline.parallel import experts, fused_cross_entropy, quantized
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.optimizer import make_optimizer
 from tests.bases import CONFIGS
-from tests.hosted.bases import hosted_config
+from tests.extensions.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.widened import METHODS, SEED, Watched, scale_settings, tensors
 
@@ -525,6 +525,9 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # FlexAttention's masks and scores are traced before its compiler, which needs a real GPU.
         patch.setattr(attention, "_compiled", lambda function: function)
+        # The compiled loss is traced as it is written, too.
+        patch.setattr(fused_cross_entropy, "_compiled", lambda function: function)
+        patch.setattr(output, "compiles_by_default", lambda device: True)
         patch.setattr(experts, "has_grouped_product", lambda device, dtype: True)
         patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
         # transformers asks before it takes the grouped product of a mixture.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import BaseModelError, LayoutError
 from pipeline.hf.load import load_hf_model
-from pipeline.hosted import bases as hosted_bases
+from pipeline.model import bases as hosted_bases
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, three_16_bit_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeline.optimizers import divided_matrices
-from pipeline.optimizers.divided_matrices import DividedMatrices, _matrices_of, _owners
+from pipeline.optimizers.divided_matrices import DividedMatrices, _buckets, _matrices_of, _owners
 from pipeline.parallel.sharding import (
     REPLICATED,
     OptimizerShard,
@@ -163,3 +163,35 @@ def test_no_owner_has_more_than_the_mean_and_one_matrix(shapes, ranks):
         loads[owner] += matrix.cost
     most = max(matrix.cost for matrix in matrices)
     assert max(loads) <= sum(loads) / ranks + most
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_bucket_takes_an_equal_share_of_each_rank(ranks, monkeypatch):
+    """ZeRO-1 and 2 give a rank consecutive layers."""
+    layers = 16
+    shapes = [(4, 8), (8, 16), (16, 8)] * layers
+    part = sum(map(prod, shapes)) // ranks
+    monkeypatch.setattr(divided_matrices, "BUCKET_ELEMENTS", part // 4)
+    matrices = []
+    begin = 0
+    for shape in shapes:
+        parameter = nn.Parameter(torch.empty(shape))
+        held = []
+        for rank in range(ranks):
+            first = min(max(rank * part - begin, 0), prod(shape))
+            stop = min(max((rank + 1) * part - begin, 0), prod(shape))
+            held.append((first, stop - first))
+        shard = OptimizerShard(parameter, torch.empty(0), 0, *held[0])
+        matrices += _matrices_of(shard, torch.tensor(held), Layout(ranks), 0)
+        begin += prod(shape)
+
+    buckets = _buckets(matrices, ranks)
+    assert len(buckets) == 4
+    assert sum(len(bucket.matrices) for bucket in buckets) == len(matrices)
+    largest = max(map(prod, shapes))
+    for bucket in buckets:
+        lengths = [0] * ranks
+        for matrix in bucket.matrices:
+            for piece in matrix.pieces:
+                lengths[piece.rank] += piece.length
+        assert max(lengths) <= part // 4 + largest

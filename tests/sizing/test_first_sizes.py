@@ -20,6 +20,7 @@ from pipeline.sizing.cluster import Cluster, gpu_speed
 from pipeline.sizing.first_config.draft import Draft
 from pipeline.sizing.first_config.fitting import Fit
 from pipeline.sizing.first_config.method import min_count_of, smaller_methods
+from pipeline.sizing.first_config.propose import tokens_within
 from pipeline.sizing.first_config.texts import TextMeasure
 from pipeline.sizing.first_config.time_limit import (
     EVALUATED_BYTES,
@@ -129,18 +130,20 @@ def test_a_refusal_on_cpus_names_one_process():
 def test_a_limit_of_hours_cuts_steps_and_what_is_too_little_is_refused():
     # 0.2 TFLOP/s a process, as of a slow processor: given, so that the test measures nothing.
     cluster = replace(TWO_PROCESSES, peak_tflops=0.2, mfu=1.0)
-    draft = draft_of("135m", cluster, BF16).reading(20_000_000)
-    whole = draft.fitted()
+    draft = draft_of("135m", cluster, BF16)
     texts = draft.learned, draft.known
-    steps: list[int] = []
+    read: list[int] = []
     for hours in (2.0, 1.0):
         limit = TimeLimit(3600 * hours, given=True)
-        cut = within_limit(whole, limit, draft.spec, cluster, texts)
-        steps.append(cut.config.schedule.steps)
-    read = steps[1] * draft.length * whole.config.schedule.global_batch_size
-    assert whole.config.schedule.steps > steps[0] > 1.5 * steps[1]
+        shorter = draft.reading(tokens_within(limit, draft))
+        whole = shorter.fitted()
+        cut = within_limit(whole, limit, draft.spec, cluster, texts).config
+        assert whole.config.schedule.steps > cut.schedule.steps
+        step = cut.schedule.global_batch_size * cut.data.sequence_length
+        read.append(cut.schedule.steps * step)
+    assert read[0] > 1.8 * read[1]
     # At most an hour at 0.4 TFLOP/s and 0.8 GFLOP a token.
-    assert 300_000 < read < 3600 * 0.4e12 / 0.8e9
+    assert 300_000 < read[1] < 3600 * 0.4e12 / 0.8e9
     with pytest.raises(ConfigError, match=r"--hours: expected [\d.]+ or more"):
         within_limit(whole, TimeLimit(60, given=True), draft.spec, cluster, texts)
 

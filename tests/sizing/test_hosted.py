@@ -12,8 +12,8 @@ import yaml
 from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import LayoutError
-from pipeline.hosted.bases import read_spec
 from pipeline.methods.build_model import build_model
+from pipeline.model.bases import read_spec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
@@ -23,7 +23,7 @@ from pipeline.sizing.flops import count_served_flops
 from pipeline.sizing.live_memory import LiveMemory
 from pipeline.sizing.meta_device import NotTracedError
 from pipeline.sizing.micro_batch import measure_micro_batch
-from tests.hosted.bases import hosted, opened, save_hosted
+from tests.extensions.hosted.bases import hosted, opened, save_hosted
 from tests.programs import scale_cpt
 from tests.sizing.real_runs import real_batch
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT

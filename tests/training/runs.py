@@ -22,9 +22,9 @@ from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import UserError
-from pipeline.hosted.bases import open_base
 from pipeline.methods.own_tokens import own_tokens_of
 from pipeline.methods.scale import upscale
+from pipeline.model.bases import open_base
 from pipeline.observers.performance import MEASURED
 from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import partition_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.hosted.bases import open_base
+from pipeline.model.bases import open_base
 from pipeline.model.chunked_loss import IGNORED
 from tests.distributed import run_ranks
-from tests.hosted.bases import hosted, opened, save_hosted
+from tests.extensions.hosted.bases import hosted, opened, save_hosted
 from tests.training.runs import make_run, prepared, trained
 from tests.widened import METHODS, shake, some_tokens, trained_gradients, widened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,33 @@ def test_the_beginning_of_a_file_is_its_first_documents(tmp_path: Path, name: st
     assert written is not None
     found = [document.text for document in good_documents(written, Keys("text"))]
     assert 1 < len(found) < len(TEXTS) and found == TEXTS[: len(found)]
+
+
+def test_a_table_is_cut_behind_a_row_not_within_quotation_marks(tmp_path: Path):
+    texts = [f'"{number}": line one\nline two\n\nline four' for number in range(200)]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([["text"], *([text] for text in texts)])
+    inputs = [str(tmp_path / "a.csv")]
+    # Some of these end within a cell.
+    for most in range(500, 540):
+        folder = tmp_path / f"texts-{most}"
+        written = beginnings(inputs, Corpus(input=inputs), folder, most)
+        assert written is not None
+        found = [document.text for document in good_documents(written, Keys("text"))]
+        assert 1 < len(found) < len(texts) and found == texts[: len(found)]
+        lines = Path(written[0]).read_text().count("\n")
+        assert lines == 1 + 4 * len(found), "no part of a row follows"
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_json_of_several_lines_is_taken_whole(tmp_path: Path, is_array: bool):
+    records = [{"text": text} for text in TEXTS]
+    whole = b"\n".join(orjson.dumps(one, option=orjson.OPT_INDENT_2) for one in records)
+    if is_array:
+        whole = b"[" + b",\n".join(map(orjson.dumps, records)) + b"]\n"
+    (tmp_path / "a.json").write_bytes(whole)
+    inputs = [str(tmp_path / "a.json")]
+    assert beginnings(inputs, Corpus(input=inputs), tmp_path / "texts", 1000) == inputs
 
 
 @pytest.mark.parametrize("corpus", [{}, {"document": "file"}, {"encoding": "cp949"}])

@@ -24,11 +24,9 @@ from pipeline.config.stages import proportions
 from pipeline.conversion.formats import describe_formats, unsupported_reasons
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.errors import LayoutError, UserError
-from pipeline.hosted.kernels import describe_missing_kernels
-from pipeline.hosted.quantized_maps import quantized_share
-from pipeline.hosted.spec import HostedSpec
 from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import group_lines
+from pipeline.model.bases import kind_of
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
@@ -75,8 +73,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             )
         rows += checkpoint_rows(estimator, faults)
         rows += disk_space_rows(estimator, faults)
-        if isinstance(spec, HostedSpec):
-            rows += _hosted_base_rows(spec, estimator)
+        rows += kind_of(spec).dry_run_rows(spec, config.base_precision)
+        if not spec.is_native:
+            rows.append(_whole_base_row(estimator))
         try:
             estimate = estimator.estimate(estimator.own_choice)
             rows += _memory_rows(estimate, cluster, faults)
@@ -150,17 +149,17 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
 
 
 def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
-    """The modules of a hosted base that have weights which only open tokens read; of a native
-    mixture, those that have no low-rank differences.
+    """The modules that have weights which only open tokens read, where the base's kind names them;
+    of a native mixture, those that have no low-rank differences.
     """
     method = config.method
     if spec is None or not isinstance(method, (ScaleMethod, Lora)):
         return
-    if isinstance(spec, HostedSpec):
-        plan = plan_expansion(method, spec.widths, spec.num_layers)
-        if plan.own is not None and (plan.own.gains or plan.own.low_rank is not None):
-            yield "own weights", spec.describe_own(plan.own)
-        return
+    own = plan_expansion(method, spec.widths, spec.num_layers).own
+    if own is not None and (own.gains or own.low_rank is not None):
+        modules = spec.describe_own(own)
+        if modules is not None:
+            yield "own weights", modules
     has_low_rank = isinstance(method, Lora) or method.low_rank is not None
     if has_low_rank and spec.mixture is not None:
         yield (
@@ -169,24 +168,13 @@ def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Ro
         )
 
 
-def _hosted_base_rows(spec: HostedSpec, estimator: Estimator) -> Iterator[Row]:
-    """The structure of a hosted base, and the memory that its loading takes."""
-    yield "base", spec.describe()
-    slow = describe_missing_kernels(spec)
-    if slow is not None:
-        yield "kernels", slow
-    precision = estimator.config.base_precision
-    if precision != "bf16":
-        yield (
-            "base",
-            f"{quantized_share(spec):.0%} of its parameters are stored in {precision}: the linear "
-            "maps that take every token; embedding, norms, output map and experts stay",
-        )
+def _whole_base_row(estimator: Estimator) -> Row:
+    """The memory that the loading of a base takes which is read whole."""
     rank_bytes = estimator.parameters.base * estimator.deepspeed.dtype.itemsize
     cluster = estimator.cluster
     ranks_on_node = min(cluster.gpus, cluster.gpus_per_node)
     node_bytes = ranks_on_node * rank_bytes
-    yield (
+    return (
         "base",
         f"each rank loads it whole when the run starts: {rank_bytes / GIB:.3g} GiB, "
         f"{node_bytes / GIB:.3g} GiB of a node's memory",

@@ -50,7 +50,7 @@ def _not_run_by_vllm(
     The plugin makes the same checks when it loads an export: serving/scale_cpt_serving.
     """
     if not spec.is_native:
-        return "a hosted base"
+        return spec.noun
     if spec.mixture is not None:
         return "a mixture of experts"
     if gate is not None and expansion is not None:

@@ -26,7 +26,7 @@ from pipeline.errors import DataError
 # to a stray quotation mark.
 _MANY_LINES = 10
 _LOOKING_LIKE_ROWS = 0.8
-_QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}
+DEFAULT_QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}
 # What Python's csv says at the end of a file within a quoted field.
 _UNCLOSED = "unexpected end of data"
 
@@ -42,7 +42,7 @@ def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     texts = _text_lines(stream)
     first = next(texts, "")
     delimiter = _delimiter(first, keys, kind)
-    quoting = keys.quoting or _QUOTING[kind]
+    quoting = keys.quoting or DEFAULT_QUOTING[kind]
     style: Literal[0, 3] = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
     reader = csv.reader(chain([first], texts), delimiter=delimiter, quoting=style, strict=True)
     rows = _rows(reader)

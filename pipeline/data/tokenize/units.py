@@ -72,7 +72,7 @@ def split_file(path: InputPath, file_index: int, keys: Keys, unit_bytes: int) ->
         ranges = arrow_ranges(path, keys, unit_bytes)
     else:
         length = _checked_length(path, keys)
-        kind = _layout(path, kind, keys)
+        kind = layout_of(path, kind, keys)
         if kind in _READ_WHOLE or keys.document == "file":
             unit_bytes = max(length, 1)
         ranges = _byte_ranges(length, unit_bytes)
@@ -132,7 +132,7 @@ def _byte_ranges(length: int, unit_bytes: int) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def _layout(path: InputPath, kind: Kind, keys: Keys) -> Kind:
+def layout_of(path: InputPath, kind: Kind, keys: Keys) -> Kind:
     """The kind of a text file by its content: JSON that is not an object a line, and lines of old
     Macs."""
     if kind == "text":
@@ -165,7 +165,7 @@ def beginning_of(path: InputPath, keys: Keys, most_bytes: int) -> tuple[Unit, fl
         return Unit("beginning", size, str(path), kind, start, stop), float(whole_size)
     whole = path.stat().st_size * text_per_byte(path)
     size = min(most_bytes, math.ceil(whole))
-    return Unit("beginning", size, str(path), _layout(path, kind, keys), 0, size), whole
+    return Unit("beginning", size, str(path), layout_of(path, kind, keys), 0, size), whole
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:

@@ -180,7 +180,7 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
 
 
 def _check_plan(file: Path, plan: CleaningPlan) -> CleaningPlan:
-    """The plan in `file`, or in that manifest, which is to be `plan`.
+    """The plan that a plan's or a manifest's `file` holds, which is to be `plan`.
 
     Raises:
         DataError: it is another one, or an input changed.

@@ -44,8 +44,8 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.extensions.self_generated.prompts import chosen_prompts, write_prompts
 from pipeline.files.hashes import file_hash
-from pipeline.hosted.bases import open_base
 from pipeline.methods.vocabulary import check_vocabulary
+from pipeline.model.bases import open_base
 from pipeline.model.spec import DecoderSpec
 
 if TYPE_CHECKING:

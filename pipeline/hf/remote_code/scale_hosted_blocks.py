@@ -134,7 +134,6 @@ class HostedInputs:
         text_first: [B, 1, S, 1], the places of a prompt's tokens with padding behind its text;
             None: nothing is known to be padding, or `visible` hides it.
         is_text: bool [B, S], false for padding; None: all is text.
-
     """
 
     def __init__(

@@ -10,8 +10,7 @@ import yaml
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
-from pipeline.hosted.bases import unsupported_in
-from pipeline.hosted.spec import HostedSpec
+from pipeline.model.bases import kind_of, unsupported_in
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.first_config.method import inner_width, narrowest_map
@@ -141,12 +140,9 @@ def _widths_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
         f"FFN {inner} by {added['intermediate_size'] / inner:.0%}, "
         f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
     )
-    if isinstance(spec, HostedSpec):
-        return (
-            f"transformers computes this base ({spec.structure.model_class}), with the expansion "
-            "beside its blocks\n(docs/architectures.md#hosted-bases): "
-            f"{grown}."
-        )
+    computed = kind_of(spec).first_config_comment(spec)
+    if computed is not None:
+        return f"{computed}: {grown}."
     return (
         f"The base's widths grow: {grown}. The paper's grow by an eighth each,\n"
         "a small base's by what servers can split."
@@ -177,7 +173,7 @@ def time_comment(values: dict[str, Any], limit: TimeLimit | None, learned: TextM
         return ""
     given = "" if limit.given else ", the default on CPUs"
     return (
-        f"\nIn {limit.hours:g} hours{given}, the whole job included; "
+        f"\nLimited to {limit.hours:g} h{given} for the whole job; "
         f"as much as is useful would be {useful:,} tokens (--hours)."
     )
 

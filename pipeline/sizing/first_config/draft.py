@@ -103,7 +103,7 @@ class Draft:
         """The settings of a run with sequences of `length` tokens."""
         wanted, spec = self.wanted, self.spec
         # What open tokens have of their own learned more by Muon (docs/results/frontier.md).
-        # Neither a hosted base nor a run without a gate was measured with it.
+        # Neither a base of transformers nor a run without a gate was measured with it.
         by_muon = wanted.gated and spec.is_native
         schedule = schedule_section(self.read, length, spec, self.cluster, by_muon=by_muon)
         corpora = corpora_section(

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.errors import ConfigError
-from pipeline.hosted.spec import HostedSpec
-from pipeline.hosted.unsupported import check_hosted_method
+from pipeline.model.bases import kind_of
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import GATE_LAYER, Widths
@@ -97,10 +96,9 @@ def method_under_gate(
     the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
     there a dense expansion stands beside them.
     """
-    if isinstance(spec, HostedSpec):
-        own = _rows_and_gains(min_count if with_rows else None)
-        return _hosted_with_own_weights(scale_method(spec), spec, own)
     own = _rows_and_gains(min_count if with_rows else None)
+    if not spec.is_native:
+        return _with_supported_weights(scale_method(spec), spec, own)
     if spec.mixture is None:
         # No rank may be above that of a map. Large bases have few key/value heads.
         rank = min(_multiple(_RANK_SHARE * spec.widths.hidden_size), narrowest_map(spec))
@@ -115,19 +113,19 @@ def method_under_gate(
     }
 
 
-def _hosted_with_own_weights(
-    method: dict[str, Any], spec: HostedSpec, own: dict[str, Any]
+def _with_supported_weights(
+    method: dict[str, Any], spec: DecoderSpec, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """The method with as many weights of open tokens' own as a hosted base supports.
+    """The method with as many weights of open tokens' own as the base supports.
 
-    Layers of a hosted base never run twice, so that W12 begins where the gate reads.
+    Layers of transformers never run twice, so that W12 begins where the gate reads.
     """
     l_fp = min(GATE_LAYER, spec.num_layers - 1)
     gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
     for name, value in {**own, "low_rank": _LOW_RANK}.items():
         one_more = {**gated, name: value}
         try:
-            check_hosted_method(ScaleMethod.model_validate(one_more), spec)
+            kind_of(spec).check_method(ScaleMethod.model_validate(one_more), spec)
         except ConfigError:
             continue
         gated = one_more
@@ -144,10 +142,11 @@ def _rows_and_gains(min_count: int | None) -> dict[str, Any]:
 
 
 def has_no_gate(spec: DecoderSpec) -> bool:
-    """Whether no gate is possible: a hosted base with several residual streams, or one layer."""
-    if not isinstance(spec, HostedSpec):
+    """Whether no gate is possible: a base of transformers with several residual streams, or one
+    layer."""
+    if spec.is_native:
         return False
-    return not spec.structure.has_one_stream or spec.num_layers == 1
+    return not spec.has_one_stream or spec.num_layers == 1
 
 
 def narrowest_map(spec: DecoderSpec) -> int:

@@ -8,10 +8,10 @@ import torch
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.hosted.bases import open_base, unsupported_in
 from pipeline.hub import model_folder
 from pipeline.installation import locate_docs
 from pipeline.log import get_logger
+from pipeline.model.bases import open_base, unsupported_in
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster, gpu_speed
 from pipeline.sizing.cpu_speed import cpu_speed, multiplies_bf16
@@ -67,8 +67,8 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
 
     limit = time_limit(wanted.hours, cluster)
     if limit is not None:
-        _logger.info("measuring the speed of training, for %.3g hours", limit.hours)
-        draft = draft.reading(_tokens_within(limit, draft))
+        _logger.info("measuring the speed of training, for a job of %.3g h", limit.hours)
+        draft = draft.reading(tokens_within(limit, draft))
     _logger.info("choosing a layout")
     fit = draft.fitted()
     if limit is not None:
@@ -109,8 +109,8 @@ def precision(spec: DecoderSpec, cluster: Cluster) -> torch.dtype:
     return max(speeds, key=speeds.__getitem__)
 
 
-def _tokens_within(limit: TimeLimit, draft: Draft) -> int:
-    """About the tokens that the run may read."""
+def tokens_within(limit: TimeLimit, draft: Draft) -> int:
+    """At least as many tokens as the run may read within the limit."""
     values = draft.values(draft.length, draft.methods()[0])
     config = parse_config(values, source="the proposed configuration")
     parameters = parameters_of(config, draft.spec)

@@ -26,9 +26,9 @@ HOURS_ON_CPUS = 24.0
 _FEWEST_STEPS = 20
 _PASS = 2
 """FLOPs of a token and parameter in a forward pass."""
-_STEP = 5
-"""FLOPs of a token and parameter in training: between those of a frozen base and of full
-fine-tuning."""
+_STEP = 3
+"""The fewest FLOPs of a token and parameter in training, for a first guess that is not too low:
+`within_limit` counts them exactly, and takes steps away."""
 _STAGES = 8
 _STAGE_S = 15.0
 """Seconds in which a stage of the job loads its libraries and models."""
@@ -66,7 +66,7 @@ def time_limit(hours: float | None, cluster: Cluster) -> TimeLimit | None:
 def affordable_tokens(
     limit: TimeLimit, parameters: int, flops_per_second: float, cluster: Cluster
 ) -> int:
-    """About the tokens that training reads within the limit, before the run is known exactly.
+    """At least the tokens that training reads within the limit, before the run is known exactly.
 
     flops_per_second: of a rank.
     """

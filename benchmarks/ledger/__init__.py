@@ -1,0 +1,1 @@
+"""What a training step reads, writes and computes on a GPU, counted without one."""

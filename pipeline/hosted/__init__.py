@@ -1,1 +1,0 @@
-"""Hosted bases: decoders of transformers that run as they are, with the expansion beside them."""

@@ -1,0 +1,77 @@
+"""What transformers passes to an export of a hosted base: how it is to attend, and what its Trainer
+counts."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from pipeline.extensions.hosted.export import config_entries
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
+from tests.extensions.hosted.bases import hosted, opened, save_hosted
+from tests.widened import some_tokens
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> HostedScaleConfig:
+    """The configuration of an export whose base is a granite."""
+    base = opened(save_hosted("granite", tmp_path_factory.mktemp("base") / "granite"))
+    model = hosted(base)
+    entries = config_entries(base.spec, model.plan)
+    return HostedScaleConfig(**entries, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def model(config) -> HostedScaleForCausalLM:
+    return HostedScaleForCausalLM(deepcopy(config)).eval()
+
+
+def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
+    """Trainer gives their number, and does not divide by the number of micro-batches itself."""
+    tokens = some_tokens(model.config, 2, 12)
+    whole = model(tokens, labels=tokens, num_items_in_batch=22).loss
+    torch.testing.assert_close(whole, model(tokens, labels=tokens).loss)
+    parts = []
+    for part in tokens.split(1):
+        parts.append(model(part, labels=part, num_items_in_batch=torch.tensor(22)).loss)
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_a_trainer_that_wants_hidden_states_is_told_what_to_take(model):
+    """As TRL's, which take `base_model` and the weight of the head."""
+    tokens = some_tokens(model.config, 2, 12)
+    assert model.get_output_embeddings() is None
+    with pytest.raises(ValueError, match=r"no backbone .*labels=labels") as caught:
+        model.base_model(input_ids=tokens, use_cache=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_base_attends_as_was_asked_for(config):
+    AttentionInterface.register("of_this_test", sdpa_attention_forward)
+    for asked in ("eager", "sdpa", "of_this_test"):
+        wanted = deepcopy(config)
+        wanted._attn_implementation = asked
+        model = HostedScaleForCausalLM(wanted)
+        assert model.base.config._attn_implementation == asked
+        assert model.config._attn_implementation == asked
+    default = HostedScaleForCausalLM(deepcopy(config))
+    assert default.base.config._attn_implementation == "sdpa"
+
+
+def test_what_the_base_lacks_is_refused(config, monkeypatch):
+    wanted = deepcopy(config)
+    wanted._attn_implementation = "sdpa"
+    monkeypatch.setattr(transformers.GraniteForCausalLM, "_supports_sdpa", False)
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM does not support .*scaled_dot"):
+        HostedScaleForCausalLM(wanted)
+    # The default is what the base has, and a configuration that was used asks for the same again.
+    used = deepcopy(config)
+    for _ in range(2):
+        model = HostedScaleForCausalLM(used)
+        assert model.base.config._attn_implementation == "eager"

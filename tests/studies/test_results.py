@@ -228,7 +228,7 @@ def test_a_gated_run_has_the_model_with_its_gate_beside_that_without_it(tmp_path
     assert gated.gate_texts == KINDS | CHANGES and not ungated.gate_texts
     table = tables.gate_texts(group([gated, ungated]))
     assert table is not None
-    found = {label.partition(": ")[2]: [cell.text for cell in row] for label, _, row in table.rows}
+    found = {row.label.partition(": ")[2]: [cell.text for cell in row.cells] for row in table.rows}
     assert found == {
         "2 other kinds": ["1,000", "0", "0"],
         "ja": ["400", "2.50 %", "0.0123"],

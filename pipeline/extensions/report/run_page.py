@@ -54,11 +54,14 @@ def _sections(run: RecordedRun) -> list[Section]:
     sections: list[Section] = []
     sections += score_sections(run)
     sections += _figure(figures, "perplexity")
-    sections += gate_sections(run)
+    of_gate = gate_sections(run)
+    sections += of_gate[:1]
     sections += _texts(run)
     sections += _figure(figures, "course")
     sections += stage_sections(run)
     sections += _figure(figures, "tasks")
+    # Of hundreds of languages and scripts: what a reader looks for first comes before them.
+    sections += of_gate[1:]
     sections += cost_sections(run)
     return sections
 

@@ -73,6 +73,7 @@ COLLECTIVES = {
     "all-gather": "allgather_base",
     "reduce-scatter": "reduce_scatter_base",
     "all-reduce": "allreduce",
+    "all-to-all": "alltoall_base",
 }
 """The estimate's names, and torch's."""
 

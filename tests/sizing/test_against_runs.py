@@ -110,6 +110,11 @@ def test_what_a_step_sends(case):
             sys.stdout.write(
                 f"{kind[0]:<20} over {kind[1]}: {length:>9,} estimated, {found[kind]:>9,} measured bytes\n"
             )
+            if kind[0] == "alltoall_base":
+                # Muon's: fp32 on a CPU for bf16 on a GPU. The longer of what a rank sends and
+                # receives is counted, and owners do not hold equally many elements.
+                assert length == pytest.approx(found[kind] / 2, rel=0.3), kind
+                continue
             gathers = estimate.choice.zero_stage == 3 and kind[0] == "allgather_base"
             assert length == (
                 pytest.approx(found[kind], rel=CLOSE_GATHERS) if gathers else found[kind]

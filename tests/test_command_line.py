@@ -115,7 +115,7 @@ TEXTS = str(REVIEWS_HELDOUT)
             ("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"),
             "sampling text",
         ),
-        (("estimate", DEMO), "estimating demo"),
+        (("estimate", DEMO, "--set", f"base={STORIES}"), "estimating demo"),
         (("train", DEMO, "--dry-run"), "planning demo"),
         (("upscale", DEMO, "--set", "folder=x"), "upscaling "),
         (("tokenize", DEMO, "--set", "folder=x", "--set", "data.folder=y"), "tokenizing demo"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,30 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Precision, offered_formats
-from pipeline.conversion.core_formats import EXPANSION, Expansion
-from pipeline.conversion.export_format import ExportFormat, HfFormat
+from pipeline.conversion.core_formats import EXPANSION
+from pipeline.conversion.export_format import ExportFormat
 from pipeline.conversion.formats import check_format, check_tp_size
-from pipeline.conversion.model_card import model_card, on_stored_scale
 from pipeline.conversion.probe_texts import MakeProbe
 from pipeline.conversion.request import Conversion
-from pipeline.conversion.written_files import describe_files
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
 from pipeline.data.tokenize.input_files import is_text
-from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.files.folders import check_replaceable, holds, published_folder
+from pipeline.files.folders import check_replaceable, holds
 from pipeline.files.hashes import file_hash
-from pipeline.files.json_files import read_object, with_named_floats, write_json
-from pipeline.files.publishing import write_text
+from pipeline.files.json_files import read_object
 from pipeline.files.threads import in_threads
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
-from pipeline.hf.base_card import CARD
-from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
-from pipeline.hf.served_tokenizer import texts_of, warn_of_base
+from pipeline.hf.served_tokenizer import texts_of
 from pipeline.hf.write import code_files, dtype_name
 from pipeline.model.bases import runnable_types, unsupported_in
 from pipeline.model.spec import DecoderSpec
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
-VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -159,11 +151,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         "method": model.manifest.run.method,
         "base_precision": model.manifest.run.base_precision,
     }
-    if isinstance(format, HfFormat):
-        _write_export(conversion, model, format, make_probe, list(texts), record)
-    else:
-        assert isinstance(format, Expansion), "the only other one"
-        format.write(conversion, model, record)
+    format.publish(conversion, model, record, make_probe, list(texts))
     return True
 
 
@@ -225,10 +213,10 @@ def _check_options(conversion: Conversion, model: TrainedModel, written: ExportF
     """
     check_tp_size(model, written, conversion.tp_size)
     has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
-    if has_purpose and not isinstance(written, HfFormat):
+    if has_purpose and not written.has_dtype:
         raise ConversionError(
             f"{model.checkpoint}: --dtype and --for are options of exports, found format "
-            "expansion, which stores the added blocks as they were trained; leave them out"
+            f"{written.name}, which stores the added blocks as they were trained; leave them out"
         )
     for name, offered in offered_formats().items():
         asked = [option.flag for option in offered.options if option.name in conversion.options]
@@ -260,62 +248,3 @@ def check_written_dtype(spec: DecoderSpec, dtype: torch.dtype) -> None:
     raise ConversionError(
         f"--dtype: expected {' or '.join(allowed)} with {base}, found {found}; leave --dtype out"
     )
-
-
-def _write_export(
-    conversion: Conversion,
-    model: TrainedModel,
-    format: HfFormat,
-    make_probe: MakeProbe,
-    texts: Sequence[str],
-    record: Mapping[str, Any],
-) -> None:
-    """Writes a Hugging Face folder, and verifies it before it appears."""
-    run = model.manifest.run
-    output = conversion.output
-    tokenizer = load_tokenizer(model.tokenizer)
-    if run.vocabulary is not None and tokenizer.fingerprint != run.tokenizer_fingerprint:
-        raise ConversionError(
-            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was "
-            "trained with; put that one back, or name its folder as --vocabulary"
-        )
-    dtype = conversion.dtype or format.dtype(model.base)
-    export = format.contents(model, dtype, conversion)
-    if conversion.purpose == "training" and export.format != "merged":
-        _logger.info(
-            "--for training has an effect on merged folders only: the format %s is the same for "
-            "serving and training",
-            export.format,
-        )
-    _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
-    # The folder appears under its name at the end of the block, after its verification.
-    with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
-        format.write(folder, export, model, tokenizer, texts)
-        warn_of_base(model.tokenizer, tokenizer, texts)
-        report = format.verified(model, export, folder, make_probe(model))
-        write_json(folder / VERIFICATION, asdict(report))
-        sections = format.card_sections(model, export)
-        write_text(folder / CARD, model_card(model, export, report, sections))
-        written = {
-            "format": EXPORT.format,
-            **record,
-            "written_format": export.format,
-            "written_dtype": dtype_name(dtype),
-            **format.record(export),
-            # The card is left out: `scale-cpt evaluate` and the user add to it.
-            "files": describe_files(folder, leaving_out=CARD),
-        }
-        write_json(folder / EXPORT.record, with_named_floats(written))
-    _logger.info("%s", format.describe(report))
-    spec = model.base.spec
-    is_untied = spec.tie_word_embeddings and export.config.get("tie_word_embeddings") is False
-    # Where transformers computes the base, it ties the two in the export, whatever its config.json
-    # says.
-    if is_untied and spec.is_native:
-        _logger.info(
-            "%s: embedding and output are two matrices now; the base ties them (%s values more)",
-            output,
-            f"{prod(model.shapes['embedding.base.weight']):,}",
-        )
-    for sentence in on_stored_scale(export):
-        _logger.info("%s: %s", output, sentence)

@@ -24,6 +24,7 @@ from pipeline.conversion.adapter import (
 from pipeline.conversion.export_format import ExportFormat, HfFormat
 from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import CardSections, base_hub_name
+from pipeline.conversion.probe_texts import MakeProbe
 from pipeline.conversion.request import Conversion
 from pipeline.conversion.scale_export import scale_export
 from pipeline.data.tokenizer.load import Tokenizer
@@ -159,8 +160,14 @@ class Expansion(ExportFormat):
             return str(fault)
         return None
 
-    def write(self, conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]) -> None:
-        """Writes the added blocks into `conversion.output`."""
+    def publish(
+        self,
+        conversion: Conversion,
+        model: TrainedModel,
+        record: Mapping[str, Any],
+        make_probe: MakeProbe,
+        texts: Sequence[str],
+    ) -> None:
         assert isinstance(model.settings, ScaleMethod), "checked"
         run = model.manifest.run
         origin = {

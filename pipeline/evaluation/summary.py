@@ -10,7 +10,8 @@ from typing import Any
 from pipeline import log
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
+from pipeline.conversion.convert import HF_FOLDER
+from pipeline.conversion.export_format import VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora

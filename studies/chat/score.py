@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_sources
+from pipeline.conversion.convert import convert, latest_conversion, run_sources
+from pipeline.conversion.export_format import VERIFICATION
 from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.sources.records import Keys

@@ -16,7 +16,8 @@ from pipeline.config.data import Data
 from pipeline.config.method import starts_from_expansion
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import CHECKPOINTS, RUN_FILE, merged
-from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
+from pipeline.conversion.convert import HF_FOLDER
+from pipeline.conversion.export_format import VERIFICATION
 from pipeline.data.tokenize.corpora import (
     has_heldout,
     is_tokenized,

@@ -49,7 +49,8 @@ def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
 def job(
     output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any
 ) -> SamplingJob:
-    own = {
+    own: dict[str, Any] = {"batch_size": 4}  # several units of few tokens
+    own |= {
         name: settings.pop(name)
         for name in ("text_key", "batch_size", "messages_key", "chat_date")
         if name in settings

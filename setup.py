@@ -71,7 +71,7 @@ setup(
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
         "pipeline.extensions.report": ["templates/*"],
-        "pipeline.gating": ["negatives.*"],
+        "pipeline.extensions.gate": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

@@ -43,9 +43,9 @@ from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
+from pipeline.extensions.gate.windows import Windows, as_windows
 from pipeline.files.json_files import read_object
 from pipeline.gating.folder import GATE_FOLDER, open_record
-from pipeline.gating.windows import Windows, as_windows
 from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.model.output import perplexity

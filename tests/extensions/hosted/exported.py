@@ -27,7 +27,7 @@ from pipeline.methods.registry import method_for
 from pipeline.model.from_hf import with_special_floats
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.parallel.topology import SINGLE
-from tests.gating.gates import Opens, random_gate
+from tests.extensions.gate.gates import Opens, random_gate
 from tests.widened import SEED, scale_settings, shake
 
 NOISE = 0.1

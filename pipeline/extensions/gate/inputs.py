@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import RunConfig
-from pipeline.gating.windows import Windows
+from pipeline.extensions.gate.windows import Windows
 from pipeline.model.bases import computed_dtype
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.paths import TokenBatch

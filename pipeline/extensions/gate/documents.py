@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.data.dataset.packing import Sample, pack
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.gating.windows import NO_KIND, Windows, as_windows
+from pipeline.extensions.gate.windows import NO_KIND, Windows, as_windows
 
 
 class Piece(NamedTuple):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pipeline.config.gate import GateFeatures
 from pipeline.errors import DataError
-from pipeline.gating.fit import fit_logistic, standardisation
-from pipeline.gating.fitting_text import FittingText
+from pipeline.extensions.gate.fit import fit_logistic, standardisation
+from pipeline.extensions.gate.fitting_text import FittingText
+from pipeline.extensions.gate.windows import Windows
 from pipeline.gating.gate import FittedGate, gate_features
-from pipeline.gating.windows import Windows
 from pipeline.log import progress_bar
 from pipeline.model.causal_decoder import CausalDecoder
 

@@ -13,11 +13,11 @@ from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
-from pipeline.gating.documents import Packer, Piece
-from pipeline.gating.fitting import BaseStream, fit_on
-from pipeline.gating.fitting_text import FittingText
-from pipeline.gating.kinds import SHIPPED, kind_windows, read_kinds
-from pipeline.gating.windows import NO_KIND, joined
+from pipeline.extensions.gate.documents import Packer, Piece
+from pipeline.extensions.gate.fitting import BaseStream, fit_on
+from pipeline.extensions.gate.fitting_text import FittingText
+from pipeline.extensions.gate.kinds import SHIPPED, kind_windows, read_kinds
+from pipeline.extensions.gate.windows import NO_KIND, joined
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from tests.texts import DATA, REVIEWS, REVIEWS_HELDOUT

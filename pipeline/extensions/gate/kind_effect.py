@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.gating.effect import measure_windows
+from pipeline.extensions.gate.effect import measure_windows
+from pipeline.extensions.gate.new_text import Models
+from pipeline.extensions.gate.windows import NO_KIND, Windows
 from pipeline.gating.folder import KindFigures
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.new_text import Models
-from pipeline.gating.windows import NO_KIND, Windows
 
 _MOST_NATS = 50.0
 """Where a new token follows a closed one its probability is zero, which no mean can hold."""

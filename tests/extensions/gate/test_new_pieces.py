@@ -23,14 +23,14 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.extensions.combination.combine import combine
-from pipeline.gating.fit_run import fit_gate
+from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base
 from pipeline.scale_math import NEVER
 from tests.bases import STORIES, reference
 from tests.conversion.checkpoints import generate_greedily
 from tests.distributed import run_ranks
-from tests.gating.gates import random_gate
+from tests.extensions.gate.gates import random_gate
 from tests.model.test_new_tokens import batch_with_new_tokens, extended, model_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import PARITY, assert_near

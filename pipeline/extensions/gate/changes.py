@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipeline.data.tokenizer.chats import ChatTemplate
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
-from pipeline.gating.documents import Packer, Piece
-from pipeline.gating.windows import Windows
+from pipeline.extensions.gate.documents import Packer, Piece
+from pipeline.extensions.gate.windows import Windows
 
 CHANGES = (
     "other text right after a new word",

@@ -10,8 +10,14 @@ import zstandard
 
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError
-from pipeline.gating.kinds import SHIPPED, KindRecord, kept_records, kind_windows, read_kinds
-from pipeline.gating.windows import NO_KIND
+from pipeline.extensions.gate.kinds import (
+    SHIPPED,
+    KindRecord,
+    kept_records,
+    kind_windows,
+    read_kinds,
+)
+from pipeline.extensions.gate.windows import NO_KIND
 from tests.bases import STORIES
 from tests.texts import DATA
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.gating.open_ids import choose_open_ids
-from pipeline.gating.windows import NO_KIND, Windows
-from tests.gating.gates import random_gate
-from tests.gating.test_exactness import batch_of, trained
+from pipeline.extensions.gate.open_ids import choose_open_ids
+from pipeline.extensions.gate.windows import NO_KIND, Windows
+from tests.extensions.gate.gates import random_gate
+from tests.extensions.gate.test_exactness import batch_of, trained
 
 
 def counts(*of_ids: int) -> np.ndarray:

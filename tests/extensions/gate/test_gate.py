@@ -17,8 +17,8 @@ from pipeline.hf.load import load_hf_model
 from pipeline.scale_math import GATE_DECAY, running_mean
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import choose_export, exported
+from tests.extensions.gate.gates import gate_record, random_gate
 from tests.files import change_json
-from tests.gating.gates import gate_record, random_gate
 from tests.tolerances import assert_near, rounding
 from tests.widened import scale_settings, some_tokens, widened
 

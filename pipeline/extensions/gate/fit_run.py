@@ -21,22 +21,22 @@ from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError, PreservationError
-from pipeline.gating.changes import CHANGES, change_windows, document_texts
-from pipeline.gating.documents import Packer
-from pipeline.gating.effect import measure
-from pipeline.gating.fit import area_under_roc
-from pipeline.gating.fitting import BaseStream, Fit, fit_on
-from pipeline.gating.fitting_text import FittingText, read_fitting_text
+from pipeline.extensions.gate.changes import CHANGES, change_windows, document_texts
+from pipeline.extensions.gate.documents import Packer
+from pipeline.extensions.gate.effect import measure
+from pipeline.extensions.gate.fit import area_under_roc
+from pipeline.extensions.gate.fitting import BaseStream, Fit, fit_on
+from pipeline.extensions.gate.fitting_text import FittingText, read_fitting_text
+from pipeline.extensions.gate.inputs import loaded
+from pipeline.extensions.gate.kind_effect import kind_figures
+from pipeline.extensions.gate.kinds import kept_records, negatives_file, read_kinds, with_kinds
+from pipeline.extensions.gate.new_text import Models, choose_threshold, score_new_text
+from pipeline.extensions.gate.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
+from pipeline.extensions.gate.request import earlier_gate, gate_request
+from pipeline.extensions.gate.table import warn
+from pipeline.extensions.gate.windows import NO_KIND, Windows, as_windows
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, KindFigures, write_gate
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.inputs import loaded
-from pipeline.gating.kind_effect import kind_figures
-from pipeline.gating.kinds import kept_records, negatives_file, read_kinds, with_kinds
-from pipeline.gating.new_text import Models, choose_threshold, score_new_text
-from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
-from pipeline.gating.request import earlier_gate, gate_request
-from pipeline.gating.table import warn
-from pipeline.gating.windows import NO_KIND, Windows, as_windows
 from pipeline.methods.own_tokens import token_counts
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 

@@ -13,9 +13,9 @@ from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.errors import CheckpointError
+from pipeline.extensions.gate.kinds import negatives_file
 from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import GATE_RECORD, GateRecord, open_gate
-from pipeline.gating.kinds import negatives_file
 
 _SINCE_COSTS = (
     "negatives_file",

@@ -33,7 +33,7 @@ class Windows:
     present: Tensor
     """bool: which tokens are neither padding nor left out"""
     kinds: Tensor
-    """int64: the number of a token's kind of text (`pipeline.gating.kinds`), or NO_KIND"""
+    """int64: the number of a token's kind of text (`pipeline.extensions.gate.kinds`), or NO_KIND"""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -19,10 +19,10 @@ from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError, did_you_mean, faults_of_library
+from pipeline.extensions.gate.documents import Packer, Piece
+from pipeline.extensions.gate.fitting_text import FittingText
+from pipeline.extensions.gate.windows import Windows, joined
 from pipeline.files.reading import read_bytes
-from pipeline.gating.documents import Packer, Piece
-from pipeline.gating.fitting_text import FittingText
-from pipeline.gating.windows import Windows, joined
 
 SHIPPED = Path(__file__).with_name("negatives.jsonl.zst")
 _EXPECTED = 'expected lines such as {"kind": "fr", "text": "..."}'

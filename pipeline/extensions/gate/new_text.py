@@ -14,12 +14,16 @@ from pipeline.config.gate import GateSettings
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.errors import DataError
-from pipeline.gating.effect import measure, reference_nll
-from pipeline.gating.fitting import BaseStream, Fit
+from pipeline.extensions.gate.effect import measure, reference_nll
+from pipeline.extensions.gate.fitting import BaseStream, Fit
+from pipeline.extensions.gate.threshold import (
+    Closing,
+    threshold_by_cost,
+    threshold_by_open_fraction,
+)
+from pipeline.extensions.gate.windows import Windows
 from pipeline.gating.folder import FIRST_TOKENS, HeldoutText, ThresholdFigures
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.threshold import Closing, threshold_by_cost, threshold_by_open_fraction
-from pipeline.gating.windows import Windows
 from pipeline.model.causal_decoder import CausalDecoder
 
 IMPOSSIBLE_NATS = 10.0

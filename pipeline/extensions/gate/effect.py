@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
+from pipeline.extensions.gate.inputs import decoder_inputs
+from pipeline.extensions.gate.windows import Windows
 from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.inputs import decoder_inputs
-from pipeline.gating.windows import Windows
 from pipeline.log import progress_bar
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates

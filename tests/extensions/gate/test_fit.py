@@ -12,9 +12,9 @@ from sklearn.metrics import roc_auc_score
 
 from pipeline.data.dataset.packing import pack
 from pipeline.errors import DataError
-from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation
-from pipeline.gating.splices import spliced
-from pipeline.gating.windows import as_windows, joined
+from pipeline.extensions.gate.fit import area_under_roc, fit_logistic, standardisation
+from pipeline.extensions.gate.splices import spliced
+from pipeline.extensions.gate.windows import as_windows, joined
 
 
 def problem(count, shift):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.gating.windows import Windows, joined
+from pipeline.extensions.gate.windows import Windows, joined
 
 
 def spliced(old: Windows, new: Windows, seed: int) -> Windows:

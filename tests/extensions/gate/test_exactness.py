@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from tests.gating.gates import random_gate
+from tests.extensions.gate.gates import random_gate
 from tests.widened import packed, scale_settings, some_batch, some_tokens, widened
 
 BASES = [

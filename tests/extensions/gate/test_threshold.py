@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
-from pipeline.gating.threshold import Closing, threshold_by_cost, threshold_by_open_fraction
+from pipeline.extensions.gate.threshold import (
+    Closing,
+    threshold_by_cost,
+    threshold_by_open_fraction,
+)
 
 TOKENS = st.lists(st.tuples(st.integers(-9, 9), st.floats(-0.5, 2)), min_size=1, max_size=30)
 

@@ -21,14 +21,14 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.changes import CHANGES
-from pipeline.gating.fit_run import fit_gate
-from pipeline.gating.fitting import BaseStream, fit_on
-from pipeline.gating.fitting_text import FittingText, read_fitting_text
+from pipeline.extensions.gate.changes import CHANGES
+from pipeline.extensions.gate.fit_run import fit_gate
+from pipeline.extensions.gate.fitting import BaseStream, fit_on
+from pipeline.extensions.gate.fitting_text import FittingText, read_fitting_text
+from pipeline.extensions.gate.kinds import SHIPPED, read_kinds
+from pipeline.extensions.gate.table import as_text, warn_of_cost
+from pipeline.extensions.gate.threshold import threshold_by_open_fraction
 from pipeline.gating.folder import open_gate, write_gate
-from pipeline.gating.kinds import SHIPPED, read_kinds
-from pipeline.gating.table import as_text, warn_of_cost
-from pipeline.gating.threshold import threshold_by_open_fraction
 from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks

@@ -37,10 +37,10 @@ def main(arguments: argparse.Namespace) -> None:
     # Under a lock: two fits would write the same folder.
     with serial_stage(config, "gate", locked=True):
         # After the configuration is checked, so that a mistake in it is reported at once.
-        from pipeline.gating.fit_run import fit_gate
+        from pipeline.extensions.gate.fit_run import fit_gate
+        from pipeline.extensions.gate.table import as_text
         from pipeline.gating.folder import GATE_FOLDER
         from pipeline.gating.open_old_text import warn_of_open_old_text
-        from pipeline.gating.table import as_text
 
         record, is_new = fit_gate(config)
         # A gate may be added to a finished run, and is exported with it.

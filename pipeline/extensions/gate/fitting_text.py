@@ -12,8 +12,8 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset.blend import Permutation, mix
 from pipeline.data.dataset.samples import open_packed
 from pipeline.errors import DataError
-from pipeline.gating.splices import spliced
-from pipeline.gating.windows import Windows, as_windows, joined
+from pipeline.extensions.gate.splices import spliced
+from pipeline.extensions.gate.windows import Windows, as_windows, joined
 
 
 class FittingText(NamedTuple):

@@ -200,8 +200,8 @@ class Trainer:
     def _engine_after(self, step: int, checkpoint: Index) -> Engine:
         """The engine that trains the step after `step` steps; every rank must call it.
 
-        If that step is of another stage, the engine is made anew. A border, a resume and a rollback
-        all come here, so that they cannot differ.
+        If that step is of another stage, the engine is made anew. A stage boundary, a resume and
+        a rollback all come here, so that they cannot differ.
         """
         stage = stage_after(self.stages, step)
         if stage.number == self.stage.number:
@@ -227,10 +227,9 @@ class Trainer:
         assert position is not None, "the end of a stage was saved"
         self.position = position
         if position.step < reached:
-            # The checkpoint of the border is damaged: steps are taken again, as after a rollback.
-            warn_on_rank0(
-                _logger, "going back from step %d to step %d at a border", reached, position.step
-            )
+            # The checkpoint there is damaged: steps are taken again, as after a rollback.
+            message = "going back from step %d to step %d at a stage boundary"
+            warn_on_rank0(_logger, message, reached, position.step)
             for observer in self.observers:
                 observer.on_rollback(position.step)
 

@@ -58,7 +58,7 @@ class HostedDecoder(CausalDecoder):
 
     Attributes:
         base: the model that transformers builds, always in evaluation mode.
-        layers: the added blocks of each layer, and the weights of open tokens' own of the layer's
+        layers: the added blocks of each layer, and the open weights of the layer's
             maps and norms.
         own: the differences of the gains of the norms after the last layer.
         own_input: the differences of the embedding's rows; None without own rows.

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
-from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
+from pipeline.checkpoint.manifest import describe_layout, describe_run
+from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.checkpoint.rank_files import Index
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
@@ -20,7 +21,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
-from pipeline.health.liveness import Phases
+from pipeline.health.phases import Phases
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
     raise_on_all_ranks,
@@ -253,7 +254,9 @@ class Trainer:
 
         stage = self.stage
         rate = learning_rate(before.step - stage.first_step, stage.config.schedule)
-        rate = cooled_rate(rate, before, self.config) * before.learning_rate_factor
+        if before.cool_down is not None:
+            rate = cooled_rate(rate, before, self.config)
+        rate *= before.learning_rate_factor
         started = time.perf_counter()
         stop_requested = False
         for attempt in range(ATTEMPTS):

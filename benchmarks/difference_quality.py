@@ -32,7 +32,11 @@ from transformers import DynamicCache
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import convert, latest_conversion, run_sources
+from pipeline.conversion.convert import (
+    convert,
+    latest_conversion,
+    run_sources,
+)
 from pipeline.conversion.export_format import VERIFICATION
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.dataset.packing import IGNORED

@@ -14,11 +14,11 @@ from pipeline.checkpoint.manifest import (
     CheckpointFile,
     CheckpointManifest,
     LayoutRecord,
-    Position,
     check_file,
     describe_run,
     load_manifest,
 )
+from pipeline.checkpoint.position import Position
 from pipeline.checkpoint.rank_files import RankState, rank_file, read_random_state, write_rank_file
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.method import ScaleMethod

@@ -1,4 +1,4 @@
-"""Rows, gains and low-rank differences of open tokens' own: exact where closed, effective where open."""
+"""Rows, gains and low-rank differences that only open tokens read: exact where closed, effective where open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, gains and low-rank differences of open tokens' own on a hosted base: exact where closed,
+"""Rows, gains and low-rank differences that only open tokens read on a hosted base: exact where closed,
 effective where open."""
 
 from __future__ import annotations

@@ -1,39 +1,39 @@
-"""The tiny twin of a configuration: small widths, and whatever decides how a layer is built."""
+"""The tiny copy of a configuration: small widths, and whatever decides how a layer is built."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import CONFIG_MAPPING
 
-from pipeline.extensions.hosted.discovery import twin
-from pipeline.extensions.hosted.discovery.twin import (
+from pipeline.extensions.hosted.discovery import tiny_copy
+from pipeline.extensions.hosted.discovery.tiny_copy import (
     FIRST_SPECIAL_TOKEN,
     HEAD_DIM,
     HIDDEN_SIZE,
     VOCAB_SIZE,
-    build_twin,
+    build_tiny_copy,
     model_class_of,
-    twin_config,
+    shrunk,
 )
 from pipeline.extensions.hosted.structure import UnsupportedStructureError
 
 
 def test_layers_and_what_is_in_them_stay():
     config = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=8)
-    small = twin_config(config)
+    small = shrunk(config)
     assert small.layer_types == config.layer_types
     assert small.hidden_size == HIDDEN_SIZE and small.vocab_size == VOCAB_SIZE
     assert small.num_experts == 8 and config.num_experts == 512
 
 
 def test_the_relations_of_numbers_stay():
-    multi_head = twin_config(CONFIG_MAPPING["llama"](num_key_value_heads=32))
+    multi_head = shrunk(CONFIG_MAPPING["llama"](num_key_value_heads=32))
     assert multi_head.num_key_value_heads == multi_head.num_attention_heads
-    grouped = twin_config(CONFIG_MAPPING["llama"](num_key_value_heads=8))
+    grouped = shrunk(CONFIG_MAPPING["llama"](num_key_value_heads=8))
     assert grouped.num_key_value_heads < grouped.num_attention_heads
-    latent = twin_config(CONFIG_MAPPING["deepseek_v3"]())
+    latent = shrunk(CONFIG_MAPPING["deepseek_v3"]())
     assert latent.qk_head_dim == latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    state_space = twin_config(CONFIG_MAPPING["mamba2"]())
+    state_space = shrunk(CONFIG_MAPPING["mamba2"]())
     inner = state_space.expand * state_space.hidden_size
     assert state_space.num_heads * state_space.head_dim == inner
 
@@ -42,7 +42,7 @@ def test_a_model_that_is_smaller_keeps_its_widths_and_gets_the_vocabulary_of_the
     config = CONFIG_MAPPING["llama"](
         vocab_size=97, hidden_size=32, num_attention_heads=4, num_hidden_layers=1
     )
-    small = twin_config(config)
+    small = shrunk(config)
     assert small.hidden_size == 32 and small.vocab_size == VOCAB_SIZE
 
 
@@ -55,17 +55,17 @@ def test_rotary_lists_are_as_long_as_half_of_what_is_rotated():
         "long_factor": factors,
         "original_max_position_embeddings": 4096,
     }
-    phi3 = twin_config(CONFIG_MAPPING["phi3"](rope_parameters=rope))
+    phi3 = shrunk(CONFIG_MAPPING["phi3"](rope_parameters=rope))
     assert len(phi3.rope_parameters["short_factor"]) == HEAD_DIM // 2
     sections = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     text = {"rope_parameters": sections}
-    qwen = twin_config(CONFIG_MAPPING["qwen2_vl"](text_config=text)).get_text_config()
+    qwen = shrunk(CONFIG_MAPPING["qwen2_vl"](text_config=text)).get_text_config()
     assert sum(qwen.rope_parameters["mrope_section"]) == HEAD_DIM // 2
 
 
 def test_special_tokens_are_within_the_small_vocabulary_and_differ():
     config = CONFIG_MAPPING["gemma3"]()
-    small = twin_config(config)
+    small = shrunk(config)
     ids = [small.boi_token_index, small.eoi_token_index, small.image_token_index]
     assert len(set(ids)) == 3
     assert all(FIRST_SPECIAL_TOKEN <= token < VOCAB_SIZE for token in ids)
@@ -79,13 +79,13 @@ def test_a_text_class_gets_the_configuration_of_the_text():
 
 
 def test_the_twin_is_in_fp32_frozen_and_in_eval_mode():
-    model = build_twin(CONFIG_MAPPING["llama"](num_hidden_layers=1, dtype="bfloat16"))
+    model = build_tiny_copy(CONFIG_MAPPING["llama"](num_hidden_layers=1, dtype="bfloat16"))
     assert not model.training
     for parameter in model.parameters():
         assert str(parameter.dtype) == "torch.float32" and not parameter.requires_grad
 
 
 def test_a_twin_that_is_not_small_is_refused_before_it_takes_memory(monkeypatch):
-    monkeypatch.setattr(twin, "_MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(tiny_copy, "_MOST_PARAMETERS", 1000)
     with pytest.raises(UnsupportedStructureError, match=r"has \d+ parameters, at most 1000"):
-        build_twin(CONFIG_MAPPING["llama"](num_hidden_layers=1))
+        build_tiny_copy(CONFIG_MAPPING["llama"](num_hidden_layers=1))

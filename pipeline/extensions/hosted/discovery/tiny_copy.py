@@ -1,8 +1,8 @@
-"""A tiny twin of a model: the same class and the same layers with small widths and random weights.
+"""A tiny copy of a model: the same class and the same layers with small widths and random weights.
 
-The structure of a hosted base is found on its twin, in seconds and without a weight of the base.
-The twin keeps what decides how a layer is built (its type, its norms, its router, how heads are
-shared) and cuts what only makes it large: widths, heads, experts, the vocabulary, windows.
+The structure of a hosted base is found on its tiny copy, in seconds and without a weight of the
+base. The copy keeps what decides how a layer is built (its type, its norms, its router, how heads
+are shared) and cuts what only makes it large: widths, heads, experts, the vocabulary, windows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONTEXT = (
     r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length"
     r"|max_target_positions|context_length|seq_length"
 )
-# The first pattern that matches an entry's whole name gives its largest value in the twin.
+# The first pattern that matches an entry's whole name gives its largest value in the tiny copy.
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|laurel_rank|hc_lowrank|gated_norm_rank", 16),
     (r"router_hidden_size", 32),
@@ -98,8 +98,8 @@ _TOKEN_ID = re.compile(
 _UNTOUCHED = ("vq_config", "audio_encoder_config")
 
 
-def build_twin(config: PretrainedConfig, *, context: int | None = None) -> PreTrainedModel:
-    """The tiny twin of the model that `config` describes: fp32, eval mode, random weights.
+def build_tiny_copy(config: PretrainedConfig, *, context: int | None = None) -> PreTrainedModel:
+    """The tiny copy of the model that `config` describes: fp32, eval mode, random weights.
 
     Args:
         config: the model's.
@@ -113,15 +113,15 @@ def build_twin(config: PretrainedConfig, *, context: int | None = None) -> PreTr
     what = f"model_type {config.model_type!r}: no small model of its class could be built"
     with faults_of_library(what, UnsupportedStructureError), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        small_config = twin_config(own_config, context=context)
+        small_config = shrunk(own_config, context=context)
         _check_size(model_class, small_config)
-        twin = model_class(small_config)
-        _fill(twin)
-    return twin.eval().requires_grad_(False)
+        tiny = model_class(small_config)
+        _fill(tiny)
+    return tiny.eval().requires_grad_(False)
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Checks, without memory, that the twin is small.
+    """Checks, without memory, that the tiny copy is small.
 
     Raises:
         UnsupportedStructureError: a width that the rules above do not know is still large.
@@ -135,19 +135,19 @@ def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
         )
 
 
-def _fill(twin: nn.Module) -> None:
+def _fill(tiny: nn.Module) -> None:
     """Draws every matrix, and what is zero: a gate that starts at 0 would hide its block."""
-    for parameter in twin.parameters():
+    for parameter in tiny.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
         elif not parameter.data.any():
             parameter.data.normal_(std=0.05)
 
 
-def twin_config(config: PretrainedConfig, *, context: int | None = None) -> PretrainedConfig:
+def shrunk(config: PretrainedConfig, *, context: int | None = None) -> PretrainedConfig:
     """`config` with small widths; the number and the types of its layers stay.
 
-    `context` as in `build_twin`.
+    `context` as in `build_tiny_copy`.
     """
     special_tokens: dict[int, int] = {}
     values = _cut(config.to_dict(), special_tokens)
@@ -170,7 +170,7 @@ def _with_context(values: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 
 def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str, Any]:
-    """The entries of a configuration, or of one within it, for the twin."""
+    """The entries of a configuration, or of one within it, for the tiny copy."""
     cut: dict[str, Any] = {}
     for name, value in values.items():
         if name in {"quantization_config", "dtype", "torch_dtype", "auto_map"}:
@@ -188,7 +188,7 @@ def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str,
 
 
 def _smaller(name: str, value: Any) -> Any:  # JSON
-    """The value of an entry in the twin; a list of numbers is cut number by number."""
+    """The value of an entry in the tiny copy; a list of numbers is cut number by number."""
     if isinstance(value, list):
         return [_smaller(name, each) for each in value]
     if not isinstance(value, int) or isinstance(value, bool):
@@ -200,7 +200,7 @@ def _smaller(name: str, value: Any) -> Any:  # JSON
 
 
 def _token_ids(value: Any, special_tokens: dict[int, int]) -> Any:  # JSON
-    """Other ids for special tokens, the same for the same, since the twin's vocabulary is small."""
+    """Other ids for special tokens, the same for the same: the copy's vocabulary is small."""
     if isinstance(value, list):
         return [_token_ids(each, special_tokens) for each in value]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -87,7 +87,7 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
 
 clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
-	$(BIN)/python -m tests.extensions.cleaning --copies $(or $(COPIES),100)
+	$(BIN)/python -m studies.cleaning --copies $(or $(COPIES),100)
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others; ONLY="run folders": one subject)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1) $(if $(ONLY),--only "$(ONLY)")

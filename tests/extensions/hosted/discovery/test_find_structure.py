@@ -93,7 +93,7 @@ def test_blocks_that_hold_too_little_are_refused_with_the_share(monkeypatch):
         find_structure(CONFIG_MAPPING["llama"](num_hidden_layers=2))
 
 
-def test_a_model_with_other_modules_than_its_twin_is_refused():
+def test_a_model_with_other_modules_than_its_tiny_copy_is_refused():
     expected = QUICK["qwen3_moe"]
     config = expected.config()
     tiny = build_tiny_copy(config)

@@ -78,14 +78,14 @@ def test_a_text_class_gets_the_configuration_of_the_text():
     assert config.model_type == "qwen3_5_text"
 
 
-def test_the_twin_is_in_fp32_frozen_and_in_eval_mode():
+def test_the_tiny_copy_is_in_fp32_frozen_and_in_eval_mode():
     model = build_tiny_copy(CONFIG_MAPPING["llama"](num_hidden_layers=1, dtype="bfloat16"))
     assert not model.training
     for parameter in model.parameters():
         assert str(parameter.dtype) == "torch.float32" and not parameter.requires_grad
 
 
-def test_a_twin_that_is_not_small_is_refused_before_it_takes_memory(monkeypatch):
+def test_a_tiny_copy_that_is_not_small_is_refused_before_it_takes_memory(monkeypatch):
     monkeypatch.setattr(tiny_copy, "_MOST_PARAMETERS", 1000)
     with pytest.raises(UnsupportedStructureError, match=r"has \d+ parameters, at most 1000"):
         build_tiny_copy(CONFIG_MAPPING["llama"](num_hidden_layers=1))

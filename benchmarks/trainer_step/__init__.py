@@ -1,0 +1,2 @@
+"""The benchmark of whole training steps beside other trainers: `python -m benchmarks.trainer_step`.
+"""

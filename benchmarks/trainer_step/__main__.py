@@ -64,6 +64,7 @@ COLUMNS = (
     "ratio_cpu",
     "ratio_flops",
     "ratio_by_flops",
+    "ratio_cpu_by_flops",
     "outcome",
 )
 
@@ -85,14 +86,14 @@ def parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "python -m benchmarks.trainer_step")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--base", type=Path, help="a folder whose weights take the place of random")
-    parser.add_argument("--tiny", action="store_true", help="a tiny base and batch: tries every row")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny base and batch: tries every row"
+    )
     parser.add_argument(
         "--method", nargs="+", choices=get_args(Method), default=list(get_args(Method))
     )
     parser.add_argument("--dtype", nargs="+", choices=get_args(Dtype), help="default: see above")
-    parser.add_argument(
-        "--recomputed", nargs="+", choices=("no", "yes"), default=["no", "yes"]
-    )
+    parser.add_argument("--recomputed", nargs="+", choices=("no", "yes"), default=["no", "yes"])
     parser.add_argument(
         "--rounds", type=command_line.positive, default=5, help="turns of each side; default 5"
     )
@@ -165,8 +166,8 @@ def measured(work: Work, rounds: int) -> Row:
     row["ratio_cpu_by_flops"] = row["ratio_cpu"] / row["ratio_flops"]
     row["steps_per_turn"] = steps
     # The losses of each step, the warm ones included: equal work gives equal ones.
-    row["loss_ours"] = [step.loss for turn in (warm[0], *(ours for ours, _ in turns)) for step in turn]
-    row["loss_theirs"] = [step.loss for turn in (warm[1], *(theirs for _, theirs in turns)) for step in turn]
+    for number, side in enumerate(("ours", "theirs")):
+        row[f"loss_{side}"] = [step.loss for turn in (warm, *turns) for step in turn[number]]
     row["outcome"] = "measured"
     return row
 

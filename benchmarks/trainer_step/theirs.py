@@ -23,7 +23,7 @@ NO_END = 10**9
 """Steps of a training that ends when the benchmark does."""
 
 
-class _Ended(Exception):
+class _EndedError(Exception):
     """Leaves `Trainer.train`, which has no other end than its last step."""
 
 
@@ -55,7 +55,7 @@ class _Timed(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if not self._may_begin():
-            raise _Ended
+            raise _EndedError
         self._watch = Stopwatch()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -109,7 +109,7 @@ def train(work: Work, may_begin: Callable[[], bool], report: Callable[[Step], No
         trainer.timed = timed
         try:
             trainer.train()
-        except _Ended:
+        except _EndedError:
             return
 
 

@@ -15,6 +15,7 @@ from pipeline.training import deepspeed_internals
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, metrics, train
 
+
 def _train(config: Path, *, copied: bool) -> bool:
     """Trains, with DeepSpeed's copies or as it is; returns whether any gradient was left."""
     left = []

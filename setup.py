@@ -16,7 +16,7 @@ VERSION = re.search(
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
 # `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
-SHIPPED_PAGES = ["docs/architectures.md"]  # with the table that scale-cpt bases prints
+SHIPPED_PAGES = ["docs/base_types.md"]  # with the table that scale-cpt bases prints
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -71,7 +71,7 @@ setup(
         "pipeline": ["py.typed"],
         "pipeline.extensions.cleaning": ["*.yaml"],
         "pipeline.extensions.report": ["templates/*"],
-        "pipeline.gating": ["negatives.*"],
+        "pipeline.extensions.gate": ["negatives.*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.results import BASES, Row, adapt_run, make_parser, print_rows, write_rows
-from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
+from pipeline.checkpoint.manifest import describe_layout, describe_run
+from pipeline.checkpoint.position import Position
 from pipeline.config.checkpoints import CheckpointSettings as Settings
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import load_deepspeed_config

@@ -33,19 +33,19 @@ from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import (
-    VERIFICATION,
     convert,
     latest_conversion,
     run_sources,
 )
+from pipeline.conversion.export_format import VERIFICATION
 from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
+from pipeline.extensions.gate.windows import Windows, as_windows
 from pipeline.files.json_files import read_object
 from pipeline.gating.folder import GATE_FOLDER, open_record
-from pipeline.gating.windows import Windows, as_windows
 from pipeline.hf.folder_kinds import EXPORT
 from pipeline.hf.load import load_hf_model
 from pipeline.model.output import perplexity

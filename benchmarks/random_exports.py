@@ -272,7 +272,7 @@ def _makers(sizes: BaseSizes, features: str) -> dict[str, Callable[[], PreTraine
 
 
 def _own_weights_config(entries: dict[str, Any], features: str) -> ScaleConfig:
-    """The base without an expansion, and weights of open tokens' own from the gate's layer on."""
+    """The base without an expansion, and open weights from the gate's layer on."""
     first_layer = min(2, entries["num_hidden_layers"])
     own = {
         "own_first_layer": first_layer,

@@ -40,8 +40,8 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, stories, write_jsonl
 from tests.distributed import run_ranks
+from tests.extensions.gate.test_gate import RECORD
 from tests.extensions.self_generated.helpers import job as sampling_job
-from tests.gating.test_gate import RECORD
 from tests.programs import scale_cpt
 from tests.widened import scale_settings
 

@@ -15,12 +15,12 @@ from pipeline import log
 from pipeline.config.gate import GateFeatures
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
-from pipeline.gating.fit import area_under_roc
-from pipeline.gating.fitting import BaseStream, fit_on
-from pipeline.gating.fitting_text import FittingText
+from pipeline.extensions.gate.fit import area_under_roc
+from pipeline.extensions.gate.fitting import BaseStream, fit_on
+from pipeline.extensions.gate.fitting_text import FittingText
+from pipeline.extensions.gate.threshold import threshold_by_open_fraction
+from pipeline.extensions.gate.windows import Windows, joined
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.threshold import threshold_by_open_fraction
-from pipeline.gating.windows import Windows, joined
 from pipeline.model.decoder import Decoder
 
 OWN_TEXT = "own text"

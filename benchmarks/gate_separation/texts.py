@@ -21,9 +21,9 @@ from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
+from pipeline.extensions.gate.fitting_text import FittingText
+from pipeline.extensions.gate.windows import Windows, as_windows
 from pipeline.extensions.self_generated.corpus import SamplingJob, plan_of, sample_corpus
-from pipeline.gating.fitting_text import FittingText
-from pipeline.gating.windows import Windows, as_windows
 
 _MOST_DOCUMENTS = 20_000
 """Of a file: more than --tokens asks for, so that a large file need not be read to its end."""

@@ -23,7 +23,7 @@ from pipeline import log
 from pipeline.config.health import WatchdogSettings as Limits
 from pipeline.config.method import FullFineTuning
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import Phases
+from pipeline.health.phases import Phases
 from pipeline.health.watchdog import RankWatchdog
 from pipeline.local_ranks import reserved_port
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel

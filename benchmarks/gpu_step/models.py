@@ -18,10 +18,10 @@ from pipeline.methods.build_model import quantize_base
 from pipeline.methods.registry import method_for
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.quantized import quantization_of
+from pipeline.parallel.sharding import quantization_of
 from pipeline.parallel.topology import SINGLE
 
-# Settings of variants that have weights of open tokens' own beside Adapt's width.
+# Settings of variants that have open weights beside Adapt's width.
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
     "adapt_own": {"own_rows": {"min_count": 1}, "own_gains": True},
     "adapt_low_rank": {"low_rank": 16},

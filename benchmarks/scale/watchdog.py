@@ -25,7 +25,8 @@ from benchmarks.results import Row
 from benchmarks.scale.growth import measured, report
 from pipeline.config.health import WatchdogSettings as Limits
 from pipeline.health import channel, watchdog
-from pipeline.health.liveness import Phases, RankReport, Verdict
+from pipeline.health.liveness import RankReport, Verdict
+from pipeline.health.phases import Phases
 
 GOALS: dict[str, float] = {
     "core_fraction": 0.02,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from pipeline.checkpoint.position import ManifestSection, Position
 from pipeline.config.base import BasePrecision, Fp8Scaling
 from pipeline.config.data import Data
 from pipeline.config.method import Method
@@ -67,89 +67,7 @@ _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"prom
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
-class _ManifestSection(BaseModel):
-    # An unknown entry is refused: it is damage, or of a version that this one cannot resume.
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def _null_as_nan(value: object) -> object:
-    """Earlier versions wrote null for a number that is not finite."""
-    return math.nan if value is None else value
-
-
-class StepRecord(NamedTuple):
-    """What the detection of loss spikes needs of a step; the gradient norm is before clipping."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-
-
-class CoolDown(NamedTuple):
-    """The end of a run that stops early: its learning rate falls along a line.
-
-    `first_step` and `last_step` are how many steps are done where it begins and ends;
-    `learning_rate` is the schedule's where it begins.
-    """
-
-    first_step: int
-    last_step: int
-    learning_rate: float
-
-
-class Position(_ManifestSection):
-    """The progress of a run, and everything needed to resume it exactly.
-
-    It is immutable: `changed` returns a copy. A step's samples depend on its number alone, so the
-    position needs no record of the data read.
-
-    Attributes:
-        step: the steps completed so far, including those that were skipped.
-        tokens_seen: the tokens of these steps.
-        seconds: the time spent in training steps, over all attempts.
-        skipped_steps: the numbers, from 1, of the steps that must not change the weights: their
-            loss or gradient was not finite, or a rollback excluded them.
-        recomputed_steps: how many steps were computed twice, and were finite the second time.
-        rollbacks: how often the run went back to a checkpoint because of a spike.
-        learning_rate_factor: the factor by which the schedule's rate is multiplied. An observer may
-            lower it.
-        initial_nll_per_token: the score of each held-out corpus before the first step, from which
-            forgetting is measured.
-        recent: the last steps that changed the weights, oldest first.
-        lowest_nll_per_token: the lowest score of the new text so far; None before the first one.
-        validations_without_gain: how many validations in a row were not below it.
-        cool_down: the end of a run that stops early; None until that is decided.
-    """
-
-    step: int = 0
-    tokens_seen: int = 0
-    seconds: float = 0.0
-    skipped_steps: tuple[int, ...] = ()
-    recomputed_steps: int = 0
-    rollbacks: int = 0
-    learning_rate_factor: float = 1.0
-    initial_nll_per_token: dict[str, Annotated[float, BeforeValidator(_null_as_nan)]] = {}
-    recent: tuple[StepRecord, ...] = ()
-    lowest_nll_per_token: float | None = None
-    validations_without_gain: int = 0
-    cool_down: CoolDown | None = None
-
-    def last_step(self, config: RunConfig) -> int:
-        """After how many steps the run ends: its schedule's, or the last one of its cool-down."""
-        # A run whose `stop_after` was removed goes on by its schedule.
-        if self.cool_down is None or config.validation.stop_after is None:
-            return config.schedule.steps
-        return min(self.cool_down.last_step, config.schedule.steps)
-
-    def changed(self, **changes: object) -> Position:
-        return self.model_copy(update=changes)
-
-    def skipping(self, *steps: int) -> Position:
-        """A copy with `steps` added to those that are skipped."""
-        return self.changed(skipped_steps=tuple(sorted({*self.skipped_steps, *steps})))
-
-
-class BaseRecord(_ManifestSection):
+class BaseRecord(ManifestSection):
     """The base, which the checkpoint refers to and does not hold.
 
     Attributes:
@@ -164,7 +82,7 @@ class BaseRecord(_ManifestSection):
     architecture: dict[str, Any] | None = None
 
 
-class LayoutRecord(_ManifestSection):
+class LayoutRecord(ManifestSection):
     """The parallel layout that wrote the files."""
 
     world_size: int
@@ -174,7 +92,7 @@ class LayoutRecord(_ManifestSection):
     dtype: str
 
 
-class StageRecord(_ManifestSection):
+class StageRecord(ManifestSection):
     """What a stage of a run trains, and on which samples; its rates may change.
 
     Attributes:
@@ -192,7 +110,7 @@ class StageRecord(_ManifestSection):
     passage_steps: int
 
 
-class Fp8Record(_ManifestSection):
+class Fp8Record(ManifestSection):
     """How a base in fp8 is stored: with other scales it is another base.
 
     By default as in checkpoints from before there was a choice, and in those of any other base.
@@ -201,7 +119,7 @@ class Fp8Record(_ManifestSection):
     scaling: Fp8Scaling = "row"
 
 
-class RunRecord(_ManifestSection):
+class RunRecord(ManifestSection):
     """What stays the same over a run.
 
     Attributes:
@@ -237,7 +155,7 @@ class RunRecord(_ManifestSection):
     stages: tuple[StageRecord, ...] = ()
 
 
-class CheckpointFile(_ManifestSection):
+class CheckpointFile(ManifestSection):
     """One file of the checkpoint."""
 
     bytes: int
@@ -252,7 +170,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-class CheckpointManifest(_ManifestSection):
+class CheckpointManifest(ManifestSection):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
     format: Literal["scale-cpt checkpoint 3"] = FORMAT

@@ -31,7 +31,6 @@ _CORE_COMMANDS = {
     "tokenize": "Makes token corpora of documents: Megatron's .bin/.idx, with a manifest.",
     "upscale": "Computes the initial expansion of a base model, once, for any parallel layout.",
     "train": "Trains a run, from its newest checkpoint on.",
-    "gate": "Fits the gate of a finished run, which decides per token whether the text is new.",
     "convert": "Converts a checkpoint to a Hugging Face folder, and verifies it.",
     "evaluate": "Scores models: perplexity, benchmarks, chats, or the final table of a run.",
     # Before a run.

@@ -79,7 +79,7 @@ class Scale(HfFormat):
         if plan is None or plan.own is None:
             return unwidened
         if gated:
-            # Weights of open tokens' own need no widths: LoRA under a gate has none.
+            # Open weights need no widths: LoRA under a gate has none.
             return None
         if unwidened is not None and plan.own.tokens is None:
             return f"{unwidened}, and has no gate"

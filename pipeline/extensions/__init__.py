@@ -3,5 +3,13 @@
 The core imports none of them; `pipeline.extension` finds them by these names.
 """
 
-NAMES = ("hosted", "cleaning", "self_generated", "combination", "full_difference", "report")
+NAMES = (
+    "hosted",
+    "cleaning",
+    "self_generated",
+    "gate",
+    "combination",
+    "full_difference",
+    "report",
+)
 """In the order in which the core asks them."""

@@ -1,4 +1,5 @@
-"""The gate: `gate.py` decides, `fit_run.py` fits it, `effect.py` measures it.
+"""A fitted gate: `gate.py` decides which tokens are open, `folder.py` keeps it on disk.
 
-Its arithmetic is `pipeline.scale_math.gate_scores`; `pipeline.model.decoder` applies it.
+Its arithmetic is `pipeline.scale_math.gate_scores`; `pipeline.model.decoder` applies it, and
+exports carry it. The extension `pipeline.extensions.gate` fits one.
 """

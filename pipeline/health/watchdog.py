@@ -27,7 +27,8 @@ from pipeline.config.health import WatchdogSettings
 from pipeline.errors import exit_code_of, in_one_line
 from pipeline.health import channel
 from pipeline.health.channel import Message
-from pipeline.health.liveness import INTERRUPTION, Phases, RankHealth, RankReport, Verdict
+from pipeline.health.liveness import INTERRUPTION, RankHealth, RankReport, Verdict
+from pipeline.health.phases import Phases
 from pipeline.log import node
 
 LAST_ACTS_S = 5.0

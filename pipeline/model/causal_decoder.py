@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Documents
 from pipeline.model.chunked_loss import Losses
+from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import OutputProjection
-from pipeline.model.paths import TokenGate
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel

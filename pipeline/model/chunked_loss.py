@@ -25,7 +25,6 @@ from pipeline.model.loss_gradients import (
     add_gradients,
     empty_gradients,
 )
-from pipeline.model.new_tokens import LogitColumns
 from pipeline.model.own_weights import OwnColumns
 from pipeline.parallel import fused_cross_entropy
 from pipeline.parallel.cross_entropy import (
@@ -35,6 +34,7 @@ from pipeline.parallel.cross_entropy import (
     nll_and_logit_gradient_,
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
+from pipeline.parallel.logit_columns import LogitColumns
 
 
 class Losses(NamedTuple):

@@ -15,6 +15,7 @@ from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, widened_norm
+from pipeline.model.gated_paths import TokenGate, run_gated, run_routed_with_gate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import OutputProjection
@@ -23,13 +24,10 @@ from pipeline.model.paths import (
     LayerPass,
     OwnInput,
     TokenBatch,
-    TokenGate,
     run_base,
-    run_gated,
     run_open,
     run_preserved,
     run_routed,
-    run_routed_with_gate,
     run_widened,
 )
 from pipeline.model.recomputation import run_recomputed
@@ -158,16 +156,24 @@ class Decoder(CausalDecoder):
         reference_sequences: int = 0,
     ) -> Losses:
         batch = TokenBatch(tokens, positions, documents)
+        if not self.mixtures:
+            return self._losses(batch, targets, kl_sequences, reference_sequences)
         with recorded_loads(self.mixtures) as loads:
-            if reference_sequences:
-                # Some rank has self-generated text: the base runs beside the model on all of them.
-                hidden = self._states_with_reference(batch, reference_sequences)
-            else:
-                hidden = self.hidden_states(*batch)
+            losses = self._losses(batch, targets, kl_sequences, reference_sequences)
+        return self._with_balance_loss(losses, loads, tokens.shape[1])
+
+    def _losses(
+        self, batch: TokenBatch, targets: Tensor, kl_sequences: int, reference_sequences: int
+    ) -> Losses:
+        """The losses of `forward`, without that which balances experts."""
+        if reference_sequences:
+            # Some rank has self-generated text: the base runs beside the model on all of them.
+            hidden = self._states_with_reference(batch, reference_sequences)
+        else:
+            hidden = self.hidden_states(*batch)
         # All B·S tokens as rows: the loss is computed in chunks of them.
-        losses: Losses = self.output(hidden, targets.flatten(), kl_sequences * tokens.shape[1])
-        if loads:
-            losses = self._with_balance_loss(losses, loads, tokens.shape[1])
+        kl_rows = kl_sequences * targets.shape[1]
+        losses: Losses = self.output(hidden, targets.flatten(), kl_rows)
         return losses.of_shape(targets.shape)
 
     def hidden_states(
@@ -235,7 +241,7 @@ class Decoder(CausalDecoder):
         """Adds the loss that balances the experts, where the routers of a mixture train: that of a
         token, times S."""
         mixture = self.spec.mixture
-        if mixture is None or mixture.balance_coefficient is None:
+        if not loads or mixture is None or mixture.balance_coefficient is None:
             return losses
         balance = mixture.balance_coefficient * length * balance_loss(loads).sum()
         return losses._replace(total=losses.total + balance)

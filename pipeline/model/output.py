@@ -16,9 +16,9 @@ from torch.utils._triton import has_triton
 from pipeline.model.chunked_loss import Losses, LossSettings, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.loss_gradients import LossInputs, Projected
-from pipeline.model.new_tokens import LogitColumns
 from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
 from pipeline.parallel.embedding import VOCABULARY
+from pipeline.parallel.logit_columns import LogitColumns
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,103 +137,3 @@ def run_routed(layers: LayerPass, adapted: Streams, preserved: Streams) -> tuple
         else:
             adapted = preserved = layers.run(layer, adapted)
     return adapted, preserved
-
-
-class TokenGate(Protocol):
-    """Decides per token whether the model may differ from its base
-    (`pipeline.gating.gate.FittedGate`)."""
-
-    @property
-    def layer(self) -> int:
-        """The index of the layer before which the gate reads the base stream; the number of layers:
-        after the last."""
-
-    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> which tokens are
-        open by their score: bool [B, S]."""
-
-    def opens_id(self, tokens: Tensor) -> Tensor:
-        """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
-
-
-CloseTokens = Callable[[Tensor], Tensor]
-"""x: [B, S, D], the base stream before the gate's layer -> which tokens the gate closes: bool [B,
-S, 1]."""
-
-
-def run_gated(
-    layers: LayerPass,
-    streams: Streams,
-    gate_layer: int,
-    first_changed: int,
-    closes: CloseTokens,
-    own: OwnInput | None = None,
-) -> tuple[Streams, Tensor]:
-    """Preserve, Adapt and LoRA with a gate: what was added to the base stream is skipped for closed
-    tokens. It begins at layer `first_changed`.
-
-    Where the gate reads at or below that layer, one pass serves both kinds of tokens. Otherwise the
-    layers between run twice. Returns the streams and the closed tokens.
-    """
-    if gate_layer > first_changed:
-        streams, closed = _run_until_gate(layers, streams, gate_layer, first_changed, closes, own)
-        rest = layers.part(gate_layer, None)
-    else:
-        streams = run_widened(layers.part(None, gate_layer), streams)
-        closed = closes(streams[0])
-        streams = run_widened(layers.part(gate_layer, first_changed), streams)
-        if own is not None:
-            streams = own.added_to(streams, masked=closed)
-        rest = layers.part(first_changed, None)
-    for layer in rest.layers:
-        streams = layers.run(layer, streams, masked=closed)
-    return streams, closed
-
-
-def _run_until_gate(
-    layers: LayerPass,
-    streams: Streams,
-    gate_layer: int,
-    first_changed: int,
-    closes: CloseTokens,
-    own: OwnInput | None,
-) -> tuple[Streams, Tensor]:
-    """The layers below a gate that reads above layer `first_changed`: two passes, joined there.
-
-    The base alone gives the gate's features, and the x of closed tokens. The whole model, as if all
-    tokens were open, as in training, gives both streams of open tokens. So below the gate closed
-    tokens attend to the base's keys alone, and open ones to those of open tokens alone.
-
-    Closed tokens go on with an x_up of zeros. The open pass has one too, but beside an x that
-    training may have made many times as large as the base's, by which norms of kind `base` divide:
-    too large an x_up would be read by all open tokens behind it (docs/adr/0033).
-    """
-    streams = run_widened(layers.part(None, first_changed), streams)
-    base_x = streams[0]
-    if own is not None:
-        streams = own.added_to(streams)
-    for layer in layers.part(first_changed, gate_layer).layers:
-        # Layer by layer, so that ZeRO-3 would gather each once for both.
-        base_x, _ = layers.run(layer, (base_x, None), masked=True)
-        streams = layers.run(layer, streams)
-    closed = closes(base_x)
-    x, x_up = streams
-    x = torch.where(closed, base_x, x)
-    if x_up is not None:
-        x_up = x_up.masked_fill(closed, 0)
-    return (x, x_up), closed
-
-
-def run_routed_with_gate(
-    layers: LayerPass, streams: Streams, gate_layer: int, closes: CloseTokens
-) -> tuple[Streams, Streams, Tensor]:
-    """Route with a gate, which reads the preserved path: there the base stream is exact in every
-    layer.
-
-    Returns the adapted path, the preserved path and the closed tokens, which are to take the
-    preserved one.
-    """
-    adapted, preserved = run_routed(layers.part(None, gate_layer), streams, streams)
-    closed = closes(preserved[0])
-    adapted, preserved = run_routed(layers.part(gate_layer, None), adapted, preserved)
-    return adapted, preserved, closed

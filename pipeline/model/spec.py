@@ -168,7 +168,7 @@ class DecoderSpec:
         return True
 
     def describe_own(self, own: OwnWeights) -> str | None:
-        """Which modules have weights of open tokens' own; None: all that the settings name."""
+        """Which modules have open weights; None: all that the settings name."""
         return None
 
     def to_record(self) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from pipeline.parallel.collectives import counted_once
 from pipeline.parallel.experts import grouped_product
-from pipeline.parallel.quantized import frozen_product, quantization_of
+from pipeline.parallel.quantized import frozen_product
 from pipeline.parallel.sharding import (
     REPLICATED,
     Partition,
+    quantization_of,
     sharded_parameter,
     sum_gradient_over_replicas,
     used_between_regions,

@@ -27,6 +27,7 @@ from pipeline.parallel.sharding import (
     full_shape_of,
     local_shape,
     partition_of,
+    quantization_of,
 )
 from pipeline.parallel.topology import TensorParallel
 
@@ -257,11 +258,6 @@ def rounded(
     stored = torch.empty(quantization.size, dtype=torch.uint8)
     quantization.write(stored, flat)
     return quantization.decode(stored, torch.float32).view(matrix.shape)
-
-
-def quantization_of(parameter: Tensor) -> Quantization | None:
-    """How `parameter` is stored; None for an ordinary one."""
-    return getattr(parameter, "quantization", None)
 
 
 def stored_parameter(

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import sum_gradient
 from pipeline.parallel.topology import TensorParallel
+
+if TYPE_CHECKING:
+    from pipeline.parallel.quantized import Quantization
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,11 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
     # ZeRO-3 sets `ds_shape`, also of modules that are not ours and do not set `full_shape`.
     held = getattr(parameter, "ds_shape", parameter.shape)
     return tuple(getattr(parameter, "full_shape", held))
+
+
+def quantization_of(parameter: Tensor) -> Quantization | None:
+    """In how few bits the frozen `parameter` is stored; None for an ordinary one."""
+    return getattr(parameter, "quantization", None)
 
 
 def sum_gradient_over_replicas(parameter: Tensor, tp: TensorParallel) -> Tensor:

@@ -91,7 +91,7 @@ class ExpansionPlan:
         """The last layer before which the model has the base's exact stream.
 
         Preserve has it everywhere, Adapt up to the first layer with W12, and Route everywhere on
-        its preserved path; weights of open tokens' own end it where they begin. `num_layers` stands
+        its preserved path; open weights end it where they begin. `num_layers` stands
         for the stream after the last layer. A gate that reads above makes the layers between run
         twice.
         """

@@ -23,7 +23,8 @@ from pipeline.errors import (
     in_one_line,
 )
 from pipeline.files.json_files import write_json
-from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
+from pipeline.health.liveness import INTERRUPTION, Verdict
+from pipeline.health.phases import Phases
 from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.model.bases import kind_of
 from pipeline.parallel.ranks import broadcast_from_rank0

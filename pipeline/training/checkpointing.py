@@ -23,13 +23,8 @@ from torch import Tensor
 from pipeline import log
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
-from pipeline.checkpoint.manifest import (
-    CheckpointFile,
-    CheckpointManifest,
-    LayoutRecord,
-    Position,
-    RunRecord,
-)
+from pipeline.checkpoint.manifest import CheckpointFile, CheckpointManifest, LayoutRecord, RunRecord
+from pipeline.checkpoint.position import Position
 from pipeline.checkpoint.rank_files import (
     Index,
     RankState,

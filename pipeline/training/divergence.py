@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from pipeline.checkpoint.manifest import Position, StepRecord
+from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.config.run import RunConfig
 from pipeline.config.stability import Stability
 from pipeline.errors import DivergenceError

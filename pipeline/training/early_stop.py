@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from pipeline.checkpoint.manifest import CoolDown, Position
+from pipeline.checkpoint.position import CoolDown, Position
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.checkpoint.manifest import Position
+from pipeline.checkpoint.position import Position
 from pipeline.errors import UserError
 from pipeline.training.validation import HeldoutScore
 

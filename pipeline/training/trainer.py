@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
-from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
+from pipeline.checkpoint.manifest import describe_layout, describe_run
+from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.checkpoint.rank_files import Index
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
@@ -20,7 +21,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
-from pipeline.health.liveness import Phases
+from pipeline.health.phases import Phases
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
     raise_on_all_ranks,
@@ -200,8 +201,8 @@ class Trainer:
     def _engine_after(self, step: int, checkpoint: Index) -> Engine:
         """The engine that trains the step after `step` steps; every rank must call it.
 
-        If that step is of another stage, the engine is made anew. A border, a resume and a rollback
-        all come here, so that they cannot differ.
+        If that step is of another stage, the engine is made anew. A stage boundary, a resume and
+        a rollback all come here, so that they cannot differ.
         """
         stage = stage_after(self.stages, step)
         if stage.number == self.stage.number:
@@ -227,10 +228,9 @@ class Trainer:
         assert position is not None, "the end of a stage was saved"
         self.position = position
         if position.step < reached:
-            # The checkpoint of the border is damaged: steps are taken again, as after a rollback.
-            warn_on_rank0(
-                _logger, "going back from step %d to step %d at a border", reached, position.step
-            )
+            # The checkpoint there is damaged: steps are taken again, as after a rollback.
+            message = "going back from step %d to step %d at a stage boundary"
+            warn_on_rank0(_logger, message, reached, position.step)
             for observer in self.observers:
                 observer.on_rollback(position.step)
 
@@ -254,7 +254,9 @@ class Trainer:
 
         stage = self.stage
         rate = learning_rate(before.step - stage.first_step, stage.config.schedule)
-        rate = cooled_rate(rate, before, self.config) * before.learning_rate_factor
+        if before.cool_down is not None:
+            rate = cooled_rate(rate, before, self.config)
+        rate *= before.learning_rate_factor
         started = time.perf_counter()
         stop_requested = False
         for attempt in range(ATTEMPTS):

@@ -3,7 +3,7 @@ cache.
 
 One rank and one stage; no quantisation, LoRA or speculative decoding. Layers that run on two paths
 have two sets of heads in the cache: those of a routed model from `l_fp` on, and those below a gate
-that reads above the first layer with weights of open tokens' own.
+that reads above the first layer with open weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Makes the texts on which every gate learns to stay closed, and the notices of their licences.
 
     pip download --no-deps django==5.2.19 spacy==3.8.18 --dest wheels
-    python -m studies.gate_negatives --wheels wheels --output pipeline/gating
+    python -m studies.gate_negatives --wheels wheels --output pipeline/extensions/gate
 
 The same versions of Babel, Django, spaCy and Python's Unicode give the same bytes.
 """

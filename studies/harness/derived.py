@@ -20,9 +20,9 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.extensions.gate.inputs import decoder_inputs, loaded
+from pipeline.extensions.gate.windows import Windows, as_windows
 from pipeline.gating.folder import GATE_FOLDER, open_gate
-from pipeline.gating.inputs import decoder_inputs, loaded
-from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base

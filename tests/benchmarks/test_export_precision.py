@@ -10,7 +10,7 @@ from benchmarks import export_precision, serve_check
 from pipeline.errors import ConfigError
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
-from tests.gating.test_catching_up import gated
+from tests.extensions.gate.test_catching_up import gated
 
 pytestmark = pytest.mark.full
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, expansion_loading, generation_speed, sampling_throughput
+from benchmarks import (
+    checkpoint,
+    expansion_loading,
+    generation_speed,
+    sampling_throughput,
+    step_files,
+)
 from benchmarks.gate_separation import __main__ as gate_separation
 from benchmarks.gate_separation.__main__ import NEW, OLD
 from tests.bases import STORIES
@@ -134,3 +140,16 @@ def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
     for row in rows[:2]:
         assert row["auc"] > 0.99 and row["new_open"] > 0.9 and row["old_open"] < 0.05
     assert NEW in capsys.readouterr().out
+
+
+def test_the_files_of_a_plain_step(tmp_path, monkeypatch):
+    """A plain step meets no gate, no mixture, no quantised base and no new tokens."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    rows = rows_of(step_files, tmp_path, monkeypatch)
+    files = {row["file"] for row in rows}
+    assert {"training/trainer.py", "model/decoder.py", "scale/widened_linear.py"} <= files
+    optional = {"model/gated_paths.py", "model/mixture.py", "model/new_tokens.py"}
+    assert not files & (optional | {"parallel/quantized.py", "training/early_stop.py"})
+    assert not [file for file in files if file.startswith(("extensions/", "gating/"))]
+    # As of November 2026: what a plain step passes through may shrink, and not grow unseen.
+    assert len(files) <= 30 and sum(row["lines"] for row in rows) <= 5_600

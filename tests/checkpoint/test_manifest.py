@@ -17,16 +17,14 @@ from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     BaseRecord,
     CheckpointManifest,
-    CoolDown,
     Fp8Record,
     LayoutRecord,
-    Position,
     RunRecord,
-    StepRecord,
     check_same_run,
     load_manifest,
     not_recorded,
 )
+from pipeline.checkpoint.position import CoolDown, Position, StepRecord
 from pipeline.config.data import Data
 from pipeline.config.method import Lora
 from pipeline.errors import CheckpointError, DamagedCheckpointError

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
+from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, describe_run
+from pipeline.checkpoint.position import Position
 from pipeline.checks import checklist, input_checks
 from pipeline.checks.checklist import check_stage
 from pipeline.checks.dry_run.make_plan import make_plan

@@ -75,7 +75,8 @@ def save(
     """
     import deepspeed
 
-    from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
+    from pipeline.checkpoint.manifest import describe_layout, describe_run
+    from pipeline.checkpoint.position import Position
     from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.checkpointing import CheckpointManager
     from pipeline.training.engine import Engine

@@ -28,8 +28,8 @@ from tests.conversion.checkpoints import (
     training_decoder,
 )
 from tests.distributed import run_ranks
+from tests.extensions.gate.gates import random_gate
 from tests.files import change_json
-from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near
 from tests.widened import balance_router, some_tokens
 

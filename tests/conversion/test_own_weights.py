@@ -32,7 +32,7 @@ from tests.conversion.checkpoints import (
 )
 from tests.conversion.exports import MORE_METHODS, assert_exported, choose_export, exported
 from tests.distributed import run_ranks
-from tests.gating.gates import random_gate
+from tests.extensions.gate.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens, unwidened
 

@@ -21,8 +21,8 @@ from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
+from tests.extensions.gate.test_open_old_text import heldout, record_of
 from tests.extensions.self_generated.helpers import copied_stories
-from tests.gating.test_open_old_text import heldout, record_of
 from tests.texts import STORIES_HELDOUT, chat, write_chats
 from tests.training.runs import write_config
 

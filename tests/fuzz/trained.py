@@ -14,11 +14,11 @@ from pipeline.checkpoint.manifest import (
     CheckpointFile,
     CheckpointManifest,
     LayoutRecord,
-    Position,
     check_file,
     describe_run,
     load_manifest,
 )
+from pipeline.checkpoint.position import Position
 from pipeline.checkpoint.rank_files import RankState, rank_file, read_random_state, write_rank_file
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.method import ScaleMethod
@@ -33,8 +33,8 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
+from tests.extensions.gate.gates import gate_record
 from tests.fuzz.runner import INPUT, Subject
-from tests.gating.gates import gate_record
 from tests.training.runs import write_config
 from tests.widened import SEED, scale_settings, widened
 

@@ -10,7 +10,8 @@ import torch
 
 from pipeline.config.health import WatchdogSettings
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import Phases, RankHealth, RankReport
+from pipeline.health.liveness import RankHealth, RankReport
+from pipeline.health.phases import Phases
 
 LIMITS = WatchdogSettings(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(

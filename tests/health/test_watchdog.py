@@ -21,7 +21,8 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config.health import WatchdogSettings as Settings
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, LOST_RANK, DataError
-from pipeline.health.liveness import INTERRUPTION, Phases
+from pipeline.health.liveness import INTERRUPTION
+from pipeline.health.phases import Phases
 from pipeline.health.watchdog import RankWatchdog, heartbeat_interval_s
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.launch import StopSignals

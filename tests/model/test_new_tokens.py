@@ -19,7 +19,8 @@ from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.new_tokens import LogitColumns, NewTokens
+from pipeline.model.new_tokens import NewTokens
+from pipeline.parallel.logit_columns import LogitColumns
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import PARITY, assert_near
 from tests.widened import (

@@ -1,4 +1,4 @@
-"""Rows, gains and low-rank differences of open tokens' own: exact where closed, effective where open."""
+"""Rows, gains and low-rank differences that only open tokens read: exact where closed, effective where open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pipeline.model.output as output
 from pipeline.config.method import Lora, ScaleMethod
 from pipeline.model.own_weights import OwnRowOfToken, add_gradient_of_own_rows_, own_logits
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
-from tests.gating.gates import random_gate
+from tests.extensions.gate.gates import random_gate
 from tests.tolerances import PARITY, assert_near
 from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from pipeline.model.gated_paths import run_gated, run_routed_with_gate
 from pipeline.model.paths import (
     LayerPass,
     OwnInput,
     run_base,
-    run_gated,
     run_preserved,
     run_routed,
-    run_routed_with_gate,
     run_widened,
 )
 from pipeline.model.recomputation import run_recomputed

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.checkpoint.manifest import Position
+from pipeline.checkpoint.position import Position
 from pipeline.config.run import load_config
 from pipeline.observers.heldout_lines import HeldoutLines
 from pipeline.run_folder.metrics import readable

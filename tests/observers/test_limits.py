@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from pipeline.checkpoint.manifest import Position
+from pipeline.checkpoint.position import Position
 from pipeline.config.stability import Forgetting
 from pipeline.errors import RESUME_LATER, ForgettingError
 from pipeline.observers.limits import apply_forgetting_budget

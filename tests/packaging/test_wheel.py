@@ -126,7 +126,7 @@ def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
     for name in (
         "slurm/cpt_korean.sh",
         "slurm/convert_checkpoint.sh",
-        "docs/architectures.md",
+        "docs/base_types.md",
         "examples/data/models/stories260K/config.json",
     ):
         assert f"pipeline/shipped/{name}" in names

@@ -26,12 +26,17 @@ from pipeline.parallel.quantized import (
     computes_in_fp8,
     fill_quantized,
     frozen_product,
-    quantization_of,
     read_partition,
     rounded,
     stored_parameter,
 )
-from pipeline.parallel.sharding import Partition, local_shape, sharded_parameter, split
+from pipeline.parallel.sharding import (
+    Partition,
+    local_shape,
+    quantization_of,
+    sharded_parameter,
+    split,
+)
 from pipeline.parallel.topology import TensorParallel
 
 FORMS = [("nf4", "tensor"), ("fp8", "tensor"), ("fp8", "row")]

@@ -196,8 +196,8 @@ def test_an_unfinished_run_says_its_step_where_it_is_converted_or_lacks_a_gate(
     )
 
     gated = (run, "--set", "gate={}")
-    monkeypatch.setattr("pipeline.gating.fit_run.fit_gate", lambda _: (None, False))
-    monkeypatch.setattr("pipeline.gating.table.as_text", lambda _: "")
+    monkeypatch.setattr("pipeline.extensions.gate.fit_run.fit_gate", lambda _: (None, False))
+    monkeypatch.setattr("pipeline.extensions.gate.table.as_text", lambda _: "")
     monkeypatch.setattr("pipeline.gating.open_old_text.warn_of_open_old_text", lambda *_: None)
     shown = scale_cpt("gate", *gated)
     assert f"{progress}: the run is not finished\n" in shown.stderr, shown.stderr

@@ -17,7 +17,7 @@ from tests.bases import reference
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.extensions.combination.test_combined import BASE_TOKENS, export
-from tests.gating.gates import random_gate
+from tests.extensions.gate.gates import random_gate
 from tests.serving.stand_ins import vllm_config, with_stand_ins
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens

@@ -22,7 +22,7 @@ from pipeline.model import output
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.quantized import quantization_of
+from pipeline.parallel.sharding import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from pipeline.sizing.live_memory import LiveMemory
 from tests.messages import Messages

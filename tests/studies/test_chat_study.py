@@ -215,4 +215,4 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "Base",
         "Adapt 1/8 with own weights, tuned on Korean chats + gate",
         "Adapt 1/8 with own weights, own chats by KL, half with Korean users + gate",
-    ], "no export without the gate of open tokens' own weights"
+    ], "no export without the gate of open weights"

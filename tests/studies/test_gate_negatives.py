@@ -11,7 +11,7 @@ import babel
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.gating.kinds import SHIPPED, read_kinds
+from pipeline.extensions.gate.kinds import SHIPPED, read_kinds
 from studies.gate_negatives.__main__ import NOTICES, TEXTS, main
 from studies.gate_negatives.records import Record
 from studies.gate_negatives.scripts import languages_by_script

@@ -11,8 +11,8 @@ import torch
 
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import load_heldout
-from pipeline.gating.inputs import decoder_inputs
-from pipeline.gating.windows import as_windows
+from pipeline.extensions.gate.inputs import decoder_inputs
+from pipeline.extensions.gate.windows import as_windows
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.metrics import readable
 from studies.frontier import osf

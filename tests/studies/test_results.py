@@ -19,7 +19,7 @@ from studies.report import tables
 from studies.report.groups import group, parts, value_of
 from studies.report.page import page
 from studies.report.results import Row, read_rows, read_runs
-from tests.gating.gates import gate_record
+from tests.extensions.gate.gates import gate_record
 from tests.studies.report.studies import METHODS, answers, at_rates, row, rows, write_study
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "results" / "paper-korean"

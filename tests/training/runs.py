@@ -249,7 +249,7 @@ def prepared(config: Path) -> Any:
     """The trainer of a run, which is about to start or to resume."""
     start_deepspeed()
     from pipeline.checks.checklist import check_stage
-    from pipeline.health.liveness import Phases
+    from pipeline.health.phases import Phases
     from pipeline.observers import make_observers
     from pipeline.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 
-from pipeline.checkpoint.manifest import StepRecord
+from pipeline.checkpoint.position import StepRecord
 from pipeline.config.stability import Stability
 from pipeline.training.divergence import REPORT, find_spike, remembered
 from tests.distributed import RankError, run_ranks

@@ -349,7 +349,7 @@ NEW_ROWS_OF_BASELINES = [
 ]
 
 
-# A model with weights of open tokens' own has no export without a gate: tests/conversion fits one.
+# A model with open weights has no export without a gate: tests/conversion fits one.
 EXPORTED = [journey for journey in QUICK if not journey.own_weights]
 
 

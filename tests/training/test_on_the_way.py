@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint.manifest import CoolDown, Position
+from pipeline.checkpoint.position import CoolDown, Position
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import RunConfig, load_config
 from pipeline.config.schedule import learning_rate

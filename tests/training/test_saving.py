@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from pipeline.checkpoint.folder import latest_checkpoint
-from pipeline.checkpoint.manifest import Position
+from pipeline.checkpoint.position import Position
 from pipeline.checkpoint.rank_files import RankState
 from pipeline.config.checkpoints import CheckpointSettings as Settings
 from pipeline.run_folder import attempts

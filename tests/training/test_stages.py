@@ -276,7 +276,7 @@ def test_at_another_layout_it_trains_the_same(tokens, tmp_path):
     config = make_run(tmp_path / "run", tokens, zero=1, **SETTINGS)
     assert run_ranks(train, 1, config) == [0]
     expected = losses(tmp_path / "run")
-    for step in (2, 3):  # at a border, and within a stage
+    for step in (2, 3):  # at a boundary, and within a stage
         folder = tmp_path / f"from {step}"
         cut_back(tmp_path / "run", folder, step)
         moved = {"parallel": {"tp_size": 2}, "zero": 3, "schedule__micro_batch_size": 1}

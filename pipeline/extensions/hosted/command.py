@@ -4,9 +4,9 @@ r"""Lists which types of models can be a base: native, hosted or refused, and wh
     scale-cpt bases gemma3 qwen3_next gpt_oss
     scale-cpt bases path/to/model
     scale-cpt bases --try gemma3
-    scale-cpt bases --write docs/architectures.md
+    scale-cpt bases --write docs/base_types.md
 
-The rows come from the table in docs/architectures.md. --try makes a row anew, with the installed
+The rows come from the table in docs/base_types.md. --try makes a row anew, with the installed
 transformers: it tries the type on a tiny model with random weights, in seconds to minutes. Of a
 model's folder, or its config.json, the structure is shown that transformers makes of its
 configuration; weights are not needed. --write tries every type, which takes a quarter of an hour.
@@ -24,7 +24,7 @@ from pipeline.installation import shipped
 
 TABLE_BEGINS = "<!-- scale-cpt bases -->"
 TABLE_ENDS = "<!-- end of the table -->"
-PAGE = "docs/architectures.md"
+PAGE = "docs/base_types.md"
 TABLE_HEAD = "| `model_type` | base | class | blocks, or why it is refused | documents in a row |\n"
 TABLE_HEAD += "|---|---|---|---|---|"
 
@@ -96,7 +96,7 @@ def _looked_up(types: list[str]) -> Iterator[str]:
 
 
 def stored_rows() -> dict[str, str]:
-    """The rows of the table in docs/architectures.md, by type."""
+    """The rows of the table in docs/base_types.md, by type."""
     _, table, _ = _parts_of(shipped() / PAGE, "the page of the bases")
     rows: dict[str, str] = {}
     for line in table.strip().splitlines()[2:]:

@@ -30,9 +30,10 @@ from pipeline.model.attention import Documents, attention_kernel
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context
+from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
-from pipeline.model.paths import OwnInput, TokenBatch, TokenGate
+from pipeline.model.paths import OwnInput, TokenBatch
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.norms import RMSNorm
@@ -58,7 +59,7 @@ class HostedDecoder(CausalDecoder):
 
     Attributes:
         base: the model that transformers builds, always in evaluation mode.
-        layers: the added blocks of each layer, and the weights of open tokens' own of the layer's
+        layers: the added blocks of each layer, and the open weights of the layer's
             maps and norms.
         own: the differences of the gains of the norms after the last layer.
         own_input: the differences of the embedding's rows; None without own rows.

@@ -151,7 +151,7 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(structure.layers):
         blocks: list[dict[str, Any]] = []
-        # LoRA under a gate has weights of open tokens' own, and no blocks.
+        # LoRA under a gate has open weights, and no blocks.
         beside = layer.blocks if plan.expansion is not None else ()
         for added, block in zip(block_names(beside), beside, strict=True):
             blocks.append(

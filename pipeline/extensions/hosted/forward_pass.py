@@ -38,7 +38,7 @@ class LayerRun:
         x_up: [B, S, U], the expansion stream at the entry of the layer; None without an expansion.
         changes: y_up of the blocks that have run, by index.
         inputs: the input of blocks whose output comes from another module, by index.
-        own: the names of the maps and norms that have run with weights of open tokens' own.
+        own: the names of the maps and norms that have run with open weights.
     """
 
     def __init__(self, x_up: Tensor | None) -> None:
@@ -290,7 +290,7 @@ def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None
     missing = {*added.low_rank, *added.gains} - layer.own
     if missing and current.masked is not True:
         raise BaseModelError(
-            f"layer {added.index}: {min(missing)} has weights of open tokens' own and was not "
+            f"layer {added.index}: {min(missing)} has open weights and was not "
             "called, as it was when the structure was found; another kernel of transformers reads "
             "its weights: remove that kernel's package, or method.low_rank and own_gains"
         )

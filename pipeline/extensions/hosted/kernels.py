@@ -24,7 +24,7 @@ _DISTRIBUTIONS = {
     "causal_conv1d": "causal-conv1d",
 }
 """Under which name a package that is imported so is installed. `mamba_ssm` is not advised: its
-kernels read the weights of linear maps without calling them, which open tokens' own weights need.
+kernels read the weights of linear maps without calling them, which open weights need.
 """
 
 

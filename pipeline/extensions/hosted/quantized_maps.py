@@ -25,9 +25,9 @@ from pipeline.parallel.quantized import (
     Fp8Recipe,
     QuantizedPrecision,
     frozen_product,
-    quantization_of,
     stored_parameter,
 )
+from pipeline.parallel.sharding import quantization_of
 
 
 def quantize_maps(model: HostedDecoder, precision: QuantizedPrecision, recipe: Fp8Recipe) -> None:

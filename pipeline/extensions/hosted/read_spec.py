@@ -17,7 +17,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.extensions.hosted.discovery.context import context_of, independent_context
 from pipeline.extensions.hosted.discovery.find_structure import build_without_memory, find_structure
 from pipeline.extensions.hosted.discovery.output_formula import find_output_formula
-from pipeline.extensions.hosted.discovery.twin import build_twin
+from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
 from pipeline.extensions.hosted.spec import HostedSpec
 from pipeline.extensions.hosted.transformers_model import (
     DEQUANTIZED,
@@ -110,7 +110,7 @@ def _check_quantization(quantization: object) -> None:
 
 
 def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> HostedSpec:
-    """The hosted base of a configuration, whose structure and output are found on a small twin.
+    """The hosted base of a configuration, whose structure and output are found on a tiny copy.
 
     Args:
         config: of the base.
@@ -118,7 +118,7 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
     """
     structure = find_structure(config)
     _, own_config = model_class_of(config)
-    output = find_output_formula(build_twin(config), structure, own_config)
+    output = find_output_formula(build_tiny_copy(config), structure, own_config)
     output_map = build_without_memory(config).get_submodule(structure.output)
     text = copy.deepcopy(own_config.get_text_config(decoder=True))
     # Gemma 4's heads have other sizes in some layers. Here one is enough: it sizes the added heads.

@@ -105,7 +105,7 @@ class HostedSpec(DecoderSpec):
         )
 
     def describe_own(self, own: OwnWeights) -> str:
-        """The modules that have weights of open tokens' own, those of each kind of layer once."""
+        """The modules that have open weights, those of each kind of layer once."""
         counts: dict[str, int] = {}
         for layer in self.structure.layers[own.first_layer :]:
             names: list[str] = []

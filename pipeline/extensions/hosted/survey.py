@@ -1,6 +1,6 @@
 """Which types of transformers can be a base: natively, hosted, or not at all, and why.
 
-Each type is tried with its configuration's defaults, on its tiny twin. A checkpoint's own
+Each type is tried with its configuration's defaults, on its tiny copy. A checkpoint's own
 configuration may ask for more, and is tried when a run opens its base.
 """
 

@@ -132,7 +132,7 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
 
 
 def _check_own_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str) -> None:
-    """Raises ConfigError where the base has no place for weights of open tokens' own."""
+    """Raises ConfigError where the base has no place for open weights."""
     if isinstance(method, Lora):
         first: int | None = method.own_first_layer
         setting = "rank"

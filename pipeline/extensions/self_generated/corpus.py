@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 # A unit is the work that a kill can cost. It has at least one batch.
 _UNITS_PER_CORPUS = 64
 _MAX_UNIT_TOKENS = 2**20
-# Of a small corpus. A CPU's step reads all weights for each token of a batch: 10 documents of a base
-# of 135 million parameters got 21 tokens/s, 64 got 78. More workers share that same memory.
+# Of a small corpus. A CPU's step reads all weights for each token of a batch: 10 documents of a
+# base of 135 million parameters got 21 tokens/s, 64 got 78. More workers share that same memory.
 _LEAST_UNITS = 2
 # The memory for keys and values in fp32. More documents at a time are faster up to about the second
 # number.

@@ -14,7 +14,7 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     transformers that computes it. `structure` says beside which of its modules what stands: the
     `layers` in order, each with its `name` and its `blocks`, the module `output` of the logits, and
     whether a layer attends to the keys of another one; and which `linear_maps` and `norms` of a
-    layer, and which `last_norms` after the layers, have weights of open tokens' own.
+    layer, and which `last_norms` after the layers, have open weights.
     `media_token_ids` stand where the base reads pictures or sound, which a gate leaves to it. The
     other entries are of the expansion, of such weights and of the gate, as in a ScaleConfig.
     """

@@ -67,7 +67,7 @@ class HostedOutput(nn.Module):
 
 class HostedLayer(nn.Module):
     """The added blocks of a layer, by the names in its structure, and what its maps and norms have
-    of open tokens' own: `adapter` and `own`, by the names in the base's layer."""
+    that only open tokens read: `adapter` and `own`, by the names in the base's layer."""
 
     def __init__(
         self, config: HostedScaleConfig, index: int, layer: dict[str, Any], of_base: nn.Module

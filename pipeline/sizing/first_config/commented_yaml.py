@@ -191,7 +191,7 @@ def difference_comment(base_parameters: int) -> str:
         "Full fine-tuning by Muon with the same gate learns more, if there is memory for its "
         f"training state,\n{state:,.3g} GiB over all ranks: method {{name: fft}}, "
         "schedule.optimizer muon, then\nscale-cpt convert --format difference "
-        "(docs/gate.md#the-full-difference)."
+        "(docs/full_difference.md)."
     )
 
 

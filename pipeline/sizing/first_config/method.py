@@ -116,7 +116,7 @@ def method_under_gate(
 def _with_supported_weights(
     method: dict[str, Any], spec: DecoderSpec, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """The method with as many weights of open tokens' own as the base supports.
+    """The method with as many open weights as the base supports.
 
     Layers of transformers never run twice, so that W12 begins where the gate reads.
     """

@@ -22,8 +22,8 @@ from pipeline.conversion.formats import check_format
 from pipeline.errors import ConversionError
 from pipeline.extensions.full_difference.difference import Packing, difference_export, stored_sizes
 from pipeline.extensions.full_difference.verify import LOST, describe_difference, verify_difference
+from pipeline.extensions.gate.windows import NO_KIND, Windows
 from pipeline.gating.gate import FittedGate
-from pipeline.gating.windows import NO_KIND, Windows
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packed
 from pipeline.hf.write import write_hf_folder

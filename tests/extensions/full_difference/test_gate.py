@@ -17,7 +17,7 @@ from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.probe_texts import probe_maker
-from pipeline.gating.fit_run import fit_gate
+from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks

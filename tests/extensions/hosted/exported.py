@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.extensions.hosted.decoder import HostedDecoder
-from pipeline.extensions.hosted.discovery.twin import FIRST_SPECIAL_TOKEN, twin_config
+from pipeline.extensions.hosted.discovery.tiny_copy import FIRST_SPECIAL_TOKEN, shrunk
 from pipeline.extensions.hosted.export import config_entries
 from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.extensions.hosted.spec import HostedSpec
@@ -27,7 +27,7 @@ from pipeline.methods.registry import method_for
 from pipeline.model.from_hf import with_special_floats
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.parallel.topology import SINGLE
-from tests.gating.gates import Opens, random_gate
+from tests.extensions.gate.gates import Opens, random_gate
 from tests.widened import SEED, scale_settings, shake
 
 NOISE = 0.1
@@ -43,12 +43,12 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
         text = {"num_hidden_layers": LAYERS, **entries.get("text_config", {})}
         fewer = {**entries, "text_config": text}
     try:
-        config = twin_config(config_class.from_dict(fewer))
+        config = shrunk(config_class.from_dict(fewer))
         with torch.device("meta"):
             model_class, own_config = model_class_of(config)
             model_class(own_config)
     except Exception:  # noqa: BLE001 - a type may refuse another number of layers in any way
-        config = twin_config(config_class.from_dict(entries))
+        config = shrunk(config_class.from_dict(entries))
     return config
 
 

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from pipeline.extensions.hosted.discovery.twin import build_twin
+from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
 from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.extensions.hosted.survey import all_types, entries_of, survey
 from pipeline.methods.build_model import build_model
@@ -123,7 +123,7 @@ def test_the_context_has_each_type_s_own_name(model_type, entry):
 @pytest.mark.full
 @torch.no_grad()
 def test_a_type_without_a_context_takes_texts_of_any_length():
-    """Where no name was read, the model runs on a text beyond everything that twins are cut to."""
+    """Where no name was read, the model runs on a text beyond everything that tiny copies are cut to."""
     without: list[str] = []
     for found in survey(all_types()):
         if found.use != "hosted":
@@ -132,7 +132,7 @@ def test_a_type_without_a_context_takes_texts_of_any_length():
         if hosted_spec_of(values).max_position_embeddings < 2**31:
             continue
         without.append(found.model_type)
-        twin = build_twin(CONFIG_MAPPING[found.model_type].from_dict(values))
-        logits = twin(input_ids=torch.arange(300)[None] % 170 + 20, use_cache=False).logits
+        tiny = build_tiny_copy(CONFIG_MAPPING[found.model_type].from_dict(values))
+        logits = tiny(input_ids=torch.arange(300)[None] % 170 + 20, use_cache=False).logits
         assert logits.isfinite().all(), found.model_type
     assert "mamba" in without and "mpt" not in without

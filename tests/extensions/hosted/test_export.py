@@ -25,9 +25,9 @@ from pipeline.files.hashes import file_hash
 from pipeline.gating.folder import write_gate
 from tests.bases import copy_tokenizer, random_model
 from tests.distributed import run_ranks
+from tests.extensions.gate.gates import gate_record, random_gate
 from tests.extensions.hosted.bases import by_transformers, hosted_config, opened, save_hosted
 from tests.extensions.hosted.test_gate import ADAPT
-from tests.gating.gates import gate_record, random_gate
 from tests.training.runs import in_turn, make_run, train, write_config
 from tests.widened import some_tokens
 

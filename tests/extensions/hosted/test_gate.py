@@ -11,15 +11,15 @@ from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import load_config
 from pipeline.errors import BaseModelError, ConfigError
+from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.extensions.hosted.unsupported import check_hosted_method
-from pipeline.gating.fit_run import fit_gate
 from pipeline.gating.folder import open_gate
 from pipeline.methods.build_model import build_model
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
+from tests.extensions.gate.gates import random_gate
 from tests.extensions.hosted.bases import KINDS, by_transformers, hosted, opened, save_hosted
-from tests.gating.gates import random_gate
 from tests.training.runs import make_run, train, write_config
 from tests.widened import packed, some_tokens
 

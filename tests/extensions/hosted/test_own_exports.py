@@ -1,4 +1,4 @@
-"""Runs on hosted bases with weights of open tokens' own, through training, export and generation."""
+"""Runs on hosted bases with open weights, through training, export and generation."""
 
 from __future__ import annotations
 

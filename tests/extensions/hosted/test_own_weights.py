@@ -1,4 +1,4 @@
-"""Rows, gains and low-rank differences of open tokens' own on a hosted base: exact where closed,
+"""Rows, gains and low-rank differences that only open tokens read on a hosted base: exact where closed,
 effective where open."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import torch
 
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import is_base
+from tests.extensions.gate.gates import random_gate
 from tests.extensions.hosted.bases import by_transformers, hosted, opened, save_hosted
-from tests.gating.gates import random_gate
 from tests.widened import packed, some_batch, some_tokens, trained_gradients
 
 FULL = pytest.mark.full

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, MoshiForConditionalGenerat
 
 from pipeline.errors import BaseModelError
 from pipeline.extensions.hosted import read_spec
-from pipeline.extensions.hosted.discovery.twin import twin_config
+from pipeline.extensions.hosted.discovery.tiny_copy import shrunk
 from pipeline.extensions.hosted.folder import HostedFolder
 from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.model.bases import open_base
@@ -53,7 +53,7 @@ def test_the_rotary_embedding_of_the_added_heads(parameters, theta):
 
 def test_weights_of_another_class_are_no_damaged_copy(tmp_path):
     """Moshi's checkpoints hold speech beside its language model: to copy them again is no help."""
-    config = twin_config(CONFIG_MAPPING["moshi"](num_hidden_layers=1, num_codebooks=2))
+    config = shrunk(CONFIG_MAPPING["moshi"](num_hidden_layers=1, num_codebooks=2))
     MoshiForConditionalGeneration(config).save_pretrained(tmp_path)
     base = open_base(tmp_path)
     assert isinstance(base, HostedFolder)

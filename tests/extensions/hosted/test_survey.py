@@ -1,4 +1,4 @@
-"""The table of types that can be a base: its rows, and the copy in docs/architectures.md."""
+"""The table of types that can be a base: its rows, and the copy in docs/base_types.md."""
 
 from __future__ import annotations
 

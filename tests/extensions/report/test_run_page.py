@@ -14,11 +14,11 @@ import pytest
 from pipeline.config.run import load_config
 from pipeline.evaluation.chats import ChatScore
 from pipeline.evaluation.perplexity import Score
+from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.extensions.report.formats import number
 from pipeline.extensions.report.recorded_run import read_run
 from pipeline.extensions.report.run_page import run_page
 from pipeline.files.json_files import read_object, with_checksum
-from pipeline.gating.fit_run import fit_gate
 from pipeline.observers.event_file import first_events, step_events
 from pipeline.run_folder.attempts import record_start
 from tests.distributed import run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.extensions.hosted.discovery.recorded_calls import differs
-from pipeline.extensions.hosted.discovery.twin import FIRST_SPECIAL_TOKEN, build_twin
+from pipeline.extensions.hosted.discovery.tiny_copy import FIRST_SPECIAL_TOKEN, build_tiny_copy
 from pipeline.extensions.hosted.documents import document_inputs
 from pipeline.extensions.hosted.structure import DocumentSeparation
 from pipeline.extensions.hosted.transformers_model import first_entry
@@ -33,7 +33,7 @@ _CONTEXT = (
 )
 """The names that types give to the length of the longest text, an older or rarer one later."""
 _SHORT = 12
-"""The context of the twin on which documents are tried, and the length of a document beyond it."""
+"""The context of the tiny copy on which documents are tried; one document is longer."""
 _LONG = 20
 _TOLERANCE = 1e-4
 
@@ -74,11 +74,11 @@ def _original_contexts(entries: Mapping[str, Any]) -> Iterator[int]:
 def _documents_change_each_other(config: PretrainedConfig, separation: DocumentSeparation) -> bool:
     """Whether a row's logits change with another row, whose document is beyond the context."""
     try:
-        twin = build_twin(config, context=_SHORT)
+        tiny = build_tiny_copy(config, context=_SHORT)
         tokens = torch.arange(2 * _LONG).view(2, _LONG) * 5 % (FIRST_SPECIAL_TOKEN - 20) + 20
         short = torch.arange(_LONG) % (_LONG // 2)
-        beside_short = _logits(twin, separation, tokens, torch.stack([short, short]))
-        beside_long = _logits(twin, separation, tokens, torch.stack([short, torch.arange(_LONG)]))
+        beside_short = _logits(tiny, separation, tokens, torch.stack([short, short]))
+        beside_long = _logits(tiny, separation, tokens, torch.stack([short, torch.arange(_LONG)]))
     except Exception:  # noqa: BLE001 - whatever a type raises beyond its context, no text goes there
         return False
     within = slice(0, _LONG // 2)
@@ -87,12 +87,12 @@ def _documents_change_each_other(config: PretrainedConfig, separation: DocumentS
 
 
 def _logits(
-    twin: PreTrainedModel, separation: DocumentSeparation, tokens: Tensor, positions: Tensor
+    tiny: PreTrainedModel, separation: DocumentSeparation, tokens: Tensor, positions: Tensor
 ) -> Tensor:
     """The logits of rows of documents, whose first ones are [B, _LONG // 2] at least."""
     if separation == "one_document":
         # A row each, as long as the longest: a short document is followed by padding.
         tokens = tokens[:, : int(positions.max()) + 1]
-    inputs = document_inputs(separation, twin.config, positions, torch.float32)
-    logits: Tensor = twin(input_ids=tokens, **inputs).logits
+    inputs = document_inputs(separation, tiny.config, positions, torch.float32)
+    logits: Tensor = tiny(input_ids=tokens, **inputs).logits
     return logits

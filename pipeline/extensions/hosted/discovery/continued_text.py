@@ -1,4 +1,4 @@
-"""Calls of a twin's modules while it continues a text that it has cached, as generation does."""
+"""Calls of a tiny copy's modules while it continues a cached text, as generation does."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class Recording:
 
 
 @torch.no_grad()
-def record_continuations(twin: nn.Module, tokens: Tensor) -> list[Recording]:
+def record_continuations(tiny: nn.Module, tokens: Tensor) -> list[Recording]:
     """The calls that continue a cached text, for one token and for several; none for a model that
     runs without a cache alone.
 
     Args:
-        twin: the model.
+        tiny copy: the model.
         tokens: int64 [B, S], of which the first row is read.
     """
     recordings: list[Recording] = []
     for length in _CONTINUATIONS:
         first, then = tokens[:1, : _CACHED + length].split([_CACHED, length], dim=1)
         try:
-            cache = _cache_of(twin, twin(input_ids=first, use_cache=True))
+            cache = _cache_of(tiny, tiny(input_ids=first, use_cache=True))
             if not cache:
                 continue
-            calls = record(twin, {"input_ids": then, "use_cache": True, **cache})
+            calls = record(tiny, {"input_ids": then, "use_cache": True, **cache})
         except Exception:  # noqa: BLE001 - some types raise whatever they are given, without a run
             continue
         recordings.append(Recording(Batch(rows=1, length=length), calls))
     return recordings
 
 
-def _cache_of(twin: nn.Module, output: Any) -> dict[str, Any]:
+def _cache_of(tiny: nn.Module, output: Any) -> dict[str, Any]:
     """What a forward gives and the next one takes, as its argument.
 
     Types call it `past_key_values`, `cache_params`, `state`.
     """
     cache: dict[str, Any] = {}
-    for name in inspect.signature(twin.forward).parameters:
+    for name in inspect.signature(tiny.forward).parameters:
         value = output.get(name)
         if value is not None and not isinstance(value, Tensor):
             cache[name] = value

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.extensions.hosted.discovery.recorded_calls import differs
-from pipeline.extensions.hosted.discovery.twin import FIRST_SPECIAL_TOKEN
+from pipeline.extensions.hosted.discovery.tiny_copy import FIRST_SPECIAL_TOKEN
 from pipeline.extensions.hosted.documents import document_inputs
 from pipeline.extensions.hosted.structure import DocumentSeparation
 
-# Windows of the twin are 8 tokens: shorter than the second document, and longer than the first,
-# so that the second's window reaches over it.
+# Windows of the tiny copy are 8 tokens: shorter than the second document, and longer than the
+# first, so that the second's window reaches over it.
 _LENGTHS = (5, 14, 7)
 _TOLERANCE = 1e-4
 
 
 @torch.no_grad()
-def find_separation(twin: PreTrainedModel) -> DocumentSeparation:
+def find_separation(tiny: PreTrainedModel) -> DocumentSeparation:
     """The first way in which each document of a row gets the logits that it gets alone.
 
     The ways are tried in the order of `DocumentSeparation`; the last needs nothing.
@@ -38,20 +38,20 @@ def find_separation(twin: PreTrainedModel) -> DocumentSeparation:
         positions.append(torch.arange(length)[None])
     alone: list[Tensor] = []
     for part in parts:
-        alone.append(twin(input_ids=part, use_cache=False).logits)
+        alone.append(tiny(input_ids=part, use_cache=False).logits)
     ids = torch.cat(parts, dim=1)
     for separation in get_args(DocumentSeparation):
         if separation == "one_document":
             break
         inputs = document_inputs(
-            separation, twin.config, torch.cat(positions, dim=1), torch.float32
+            separation, tiny.config, torch.cat(positions, dim=1), torch.float32
         )
-        if _is_separate(twin, ids, inputs, torch.cat(alone, dim=1)):
+        if _is_separate(tiny, ids, inputs, torch.cat(alone, dim=1)):
             return separation
     return "one_document"
 
 
-def _is_separate(twin: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Tensor) -> bool:
+def _is_separate(tiny: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Tensor) -> bool:
     """Whether the row's logits are those of its documents alone, and stay when the first document
     changes."""
     first = _LENGTHS[0]
@@ -60,8 +60,8 @@ def _is_separate(twin: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Te
     # leaves the range of ordinary tokens, whose ends are even.
     other[:, :first] = other[:, :first].flip(1) ^ 1
     try:
-        logits = twin(input_ids=ids, **inputs).logits
-        changed = twin(input_ids=other, **inputs).logits
+        logits = tiny(input_ids=ids, **inputs).logits
+        changed = tiny(input_ids=other, **inputs).logits
     except Exception:  # noqa: BLE001 - a model that does not take these arguments raises anything
         return False
     if logits.shape != alone.shape:

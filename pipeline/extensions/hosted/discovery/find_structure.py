@@ -1,6 +1,6 @@
 """Finds the structure of a hosted base: its layers, their mixers and FFNs, and what each reads.
 
-The structure is found on a tiny twin by experiments. Then its names are looked up in the real
+The structure is found on a tiny copy by experiments. Then its names are looked up in the real
 model, built without memory.
 """
 
@@ -17,41 +17,41 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pipeline.errors import faults_of_library
 from pipeline.extensions.hosted.discovery.document_separation import find_separation
 from pipeline.extensions.hosted.discovery.layers import find_layers
-from pipeline.extensions.hosted.discovery.twin import build_twin
+from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
 from pipeline.extensions.hosted.structure import HostedStructure, UnsupportedStructureError
 from pipeline.extensions.hosted.transformers_model import model_class_of
 
 
 def find_structure(config: PretrainedConfig) -> HostedStructure:
-    """The structure of the model that transformers builds from `config`, found on its tiny twin.
+    """The structure of the model that transformers builds from `config`, found on its tiny copy.
 
     Raises:
         UnsupportedStructureError: it cannot be hosted; the message says why, with the figure.
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
-        twin = build_twin(config)
-        found = find_layers(twin)
-        documents = find_separation(twin)
-    names = {module: name for name, module in twin.named_modules()}
-    output = twin.get_output_embeddings()
+        tiny = build_tiny_copy(config)
+        found = find_layers(tiny)
+        documents = find_separation(tiny)
+    names = {module: name for name, module in tiny.named_modules()}
+    output = tiny.get_output_embeddings()
     if output is None:
         raise UnsupportedStructureError(
-            f"{type(twin).__name__}: transformers does not say which module computes its logits"
+            f"{type(tiny).__name__}: transformers does not say which module computes its logits"
         )
     own_config = model_class_of(config)[1]
     structure = HostedStructure(
         model_type=config.model_type,
-        model_class=type(twin).__name__,
+        model_class=type(tiny).__name__,
         hidden_size=own_config.get_text_config().hidden_size,
         layer_list=found.layer_list,
         layers=found.layers,
-        embedding=names[twin.get_input_embeddings()],
+        embedding=names[tiny.get_input_embeddings()],
         output=names[output],
         documents=documents,
         last_norms=found.last_norms,
         has_one_stream=found.has_one_stream,
     )
-    check_names(structure, twin, build_without_memory(config))
+    check_names(structure, tiny, build_without_memory(config))
     return structure
 
 
@@ -78,15 +78,15 @@ def build_without_memory(config: PretrainedConfig) -> PreTrainedModel:
         return model_class(own_config)
 
 
-def check_names(structure: HostedStructure, twin: nn.Module, model: nn.Module) -> None:
-    """Checks that the real model has the twin's decoder: the same modules of the same classes.
+def check_names(structure: HostedStructure, tiny: nn.Module, model: nn.Module) -> None:
+    """Checks that the real model has the tiny copy's decoder: the same modules of the same classes.
 
     Numbers of experts may differ.
 
     Raises:
         UnsupportedStructureError: it has others.
     """
-    expected = _module_classes(twin.get_submodule(structure.layer_list))
+    expected = _module_classes(tiny.get_submodule(structure.layer_list))
     try:
         found = _module_classes(model.get_submodule(structure.layer_list))
     except AttributeError:

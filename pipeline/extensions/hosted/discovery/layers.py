@@ -1,4 +1,4 @@
-"""The decoder layers of a twin and their blocks, found by experiments.
+"""The decoder layers of a tiny copy and their blocks, found by experiments.
 
 In this order: branch or residual, mixer or FFN, keys shared with another layer, what reads what,
 additivity.
@@ -25,7 +25,7 @@ from pipeline.extensions.hosted.discovery.maps_and_norms import (
     names_within,
 )
 from pipeline.extensions.hosted.discovery.recorded_calls import Call, Calls, matrices, record
-from pipeline.extensions.hosted.discovery.twin import FIRST_SPECIAL_TOKEN
+from pipeline.extensions.hosted.discovery.tiny_copy import FIRST_SPECIAL_TOKEN
 from pipeline.extensions.hosted.structure import (
     HIDDEN_STATES,
     HostedBlock,
@@ -50,7 +50,7 @@ class FoundLayers(NamedTuple):
     has_one_stream: bool
 
 
-def find_layers(twin: PreTrainedModel) -> FoundLayers:
+def find_layers(tiny: PreTrainedModel) -> FoundLayers:
     """Finds the list of layers, and the layers with their blocks.
 
     Raises:
@@ -58,14 +58,14 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
     """
     ids = torch.arange(BATCH.tokens).view(BATCH.rows, BATCH.length) * 5
     inputs = {"input_ids": ids % (FIRST_SPECIAL_TOKEN - 20) + 20, "use_cache": False}
-    what = f"{type(twin).__name__} does not run on text alone"
+    what = f"{type(tiny).__name__} does not run on text alone"
     with faults_of_library(what, UnsupportedStructureError):
-        calls = record(twin, inputs)
-    layer_list, called = _layer_list(twin, calls)
-    names = {module: name for name, module in twin.named_modules()}
+        calls = record(tiny, inputs)
+    layer_list, called = _layer_list(tiny, calls)
+    names = {module: name for name, module in tiny.named_modules()}
     stream = calls[next(iter(called.values()))][0].output
-    _check_positions(twin, stream)
-    width = int(twin.config.get_text_config().hidden_size)
+    _check_positions(tiny, stream)
+    width = int(tiny.config.get_text_config().hidden_size)
 
     found: list[list[FoundBlock]] = []
     first_of_kind: dict[Hashable, int] = {}
@@ -75,15 +75,15 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
             found.append(find_blocks(layer, calls, width, names))
         else:
             found.append(same_blocks(found[first], list(called.values())[first], layer, calls))
-    _find_shared_keys(twin, inputs, calls, found)
+    _find_shared_keys(tiny, inputs, calls, found)
     for index, (layer, blocks) in enumerate(zip(called.values(), found, strict=True)):
         _find_reach(calls[layer][0], blocks, names)
         found[index] = _without_gates(blocks)
-    _check_blocks(twin, calls, found, names)
+    _check_blocks(tiny, calls, found, names)
 
     tokens = inputs["input_ids"]
-    assert isinstance(tokens, Tensor), "every input of the twin is one"
-    recordings = [Recording(BATCH, calls), *record_continuations(twin, tokens)]
+    assert isinstance(tokens, Tensor), "every input of the tiny copy is one"
+    recordings = [Recording(BATCH, calls), *record_continuations(tiny, tokens)]
     layers: list[HostedLayer] = []
     for (index, layer), blocks in zip(called.items(), found, strict=True):
         prefix = f"{layer_list}.{index}."
@@ -96,7 +96,7 @@ def find_layers(twin: PreTrainedModel) -> FoundLayers:
                 norms=names_within(find_norms(layer.modules(), recordings), names, prefix),
             )
         )
-    after_layers = last_norms(twin, recordings, list(called.values()))
+    after_layers = last_norms(tiny, recordings, list(called.values()))
     return FoundLayers(
         layer_list=layer_list,
         layers=_with_least_additivity(layers),
@@ -131,7 +131,7 @@ def _without_additivity(layer: HostedLayer) -> HostedLayer:
     return replace(layer, index=0, blocks=blocks)
 
 
-def _layer_list(twin: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module]]:
+def _layer_list(tiny: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module]]:
     """The name of the list that holds the decoder's layers, and its called layers by index.
 
     Its modules give what they get, in shape; of several such lists it is the one with most
@@ -142,7 +142,7 @@ def _layer_list(twin: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module
     """
     best: tuple[str, dict[int, nn.Module]] | None = None
     most = 0
-    for name, modules in twin.named_modules():
+    for name, modules in tiny.named_modules():
         if not isinstance(modules, nn.ModuleList):
             continue
         called = {index: layer for index, layer in enumerate(modules) if layer in calls}
@@ -154,13 +154,13 @@ def _layer_list(twin: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module
             most = size
     if best is None:
         raise UnsupportedStructureError(
-            f"{type(twin).__name__}: no list of decoder layers, each of which gives a tensor of "
+            f"{type(tiny).__name__}: no list of decoder layers, each of which gives a tensor of "
             "the shape that it gets"
         )
     times = max(len(calls[layer]) for layer in best[1].values())
     if times > 1:
         raise UnsupportedStructureError(
-            f"{type(twin).__name__}: its layers are called {times} times in one forward pass"
+            f"{type(tiny).__name__}: its layers are called {times} times in one forward pass"
         )
     return best
 
@@ -173,7 +173,7 @@ def _keeps_shape(call: Call) -> bool:
     return hidden.shape == output.shape and output.dim() >= 3
 
 
-def _check_positions(twin: PreTrainedModel, stream: Tensor) -> None:
+def _check_positions(tiny: PreTrainedModel, stream: Tensor) -> None:
     """Checks that the residual stream, or each of several, has the text's positions.
 
     Raises:
@@ -183,7 +183,7 @@ def _check_positions(twin: PreTrainedModel, stream: Tensor) -> None:
     shapes = [tuple(stream.shape[at : at + 2]) for at in range(stream.dim() - 2)]
     if text not in shapes:
         raise UnsupportedStructureError(
-            f"{type(twin).__name__}: its layers run on {list(stream.shape)} for a text of "
+            f"{type(tiny).__name__}: its layers run on {list(stream.shape)} for a text of "
             f"{list(text)}: on other positions than the text's"
         )
 
@@ -202,14 +202,14 @@ def _layer_kind(layer: nn.Module) -> Hashable:
 
 
 def _find_shared_keys(
-    twin: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[FoundBlock]]
+    tiny: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[FoundBlock]]
 ) -> None:
     """Corrects blocks that seem to treat each token alone but attend to another layer's keys."""
     local: list[FoundBlock] = []
     for blocks in found:
         local += [block for block in blocks if block.kind == "ffn" and block.entry is block.end]
     modules = [block.end.module for block in local]
-    mixing = probes.mixing_through_others(twin, inputs, modules, calls)
+    mixing = probes.mixing_through_others(tiny, inputs, modules, calls)
     for block, mixes in zip(local, mixing, strict=True):
         if mixes:
             block.kind = "mixer"
@@ -247,7 +247,7 @@ def _without_gates(blocks: list[FoundBlock]) -> list[FoundBlock]:
 
 
 def _check_blocks(
-    twin: PreTrainedModel,
+    tiny: PreTrainedModel,
     calls: Calls,
     found: list[list[FoundBlock]],
     names: Mapping[nn.Module, str],
@@ -259,7 +259,7 @@ def _check_blocks(
     """
     blocks = [block for of_layer in found for block in of_layer]
     if not any(block.kind == "mixer" for block in blocks):
-        raise UnsupportedStructureError(f"{type(twin).__name__}: no token mixer found")
+        raise UnsupportedStructureError(f"{type(tiny).__name__}: no token mixer found")
     for block in blocks:
         if block.additivity < SMALLEST_ADDITIVITY:
             raise UnsupportedStructureError(
@@ -267,21 +267,21 @@ def _check_blocks(
                 f"its layer's output (additivity {block.additivity:.2f}, at least "
                 f"{SMALLEST_ADDITIVITY})"
             )
-    share = _share(twin, calls, blocks)
+    share = _share(tiny, calls, blocks)
     if share < SMALLEST_SHARE:
         raise UnsupportedStructureError(
-            f"{type(twin).__name__}: the blocks found hold {share:.0%} of the layers' matrices, at "
+            f"{type(tiny).__name__}: the blocks found hold {share:.0%} of the layers' matrices, at "
             f"least {SMALLEST_SHARE:.0%}"
         )
 
 
-def _share(twin: PreTrainedModel, calls: Calls, blocks: list[FoundBlock]) -> float:
+def _share(tiny: PreTrainedModel, calls: Calls, blocks: list[FoundBlock]) -> float:
     """The share of the matrices that lie within blocks.
 
     Only matrices that run for text count; embedding and output do not.
     """
     apart: set[int] = set()
-    for end in (twin.get_input_embeddings(), twin.get_output_embeddings()):
+    for end in (tiny.get_input_embeddings(), tiny.get_output_embeddings()):
         if end is not None:
             apart.add(id(end.weight))
     sizes: dict[int, int] = {}

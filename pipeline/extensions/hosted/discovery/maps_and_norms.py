@@ -75,14 +75,14 @@ def find_norms(modules: Iterable[nn.Module], recordings: Sequence[Recording]) ->
 
 
 def last_norms(
-    twin: nn.Module, recordings: Sequence[Recording], layers: Sequence[nn.Module]
+    tiny: nn.Module, recordings: Sequence[Recording], layers: Sequence[nn.Module]
 ) -> list[nn.Module]:
     """The norms that run after the last layer, in the order of their calls."""
     calls = recordings[0].calls
     within = {module for layer in layers for module in layer.modules()}
     end = max(calls[module][0].place for module in layers[-1].modules() if module in calls)
     later: list[nn.Module] = []
-    for module in twin.modules():
+    for module in tiny.modules():
         if module in calls and module not in within and calls[module][0].place > end:
             later.append(module)
     return find_norms(later, recordings)

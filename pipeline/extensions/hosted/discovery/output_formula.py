@@ -1,8 +1,8 @@
 """What becomes of the products of a base's output map, and which states the map reads.
 
 Some bases multiply the products, some divide them, some cap them, and only the numbers are in
-config.json. So every formula that its numbers allow is tried on the twin, until one of them gives
-the twin's logits to the last bit.
+config.json. So every formula that its numbers allow is tried on the tiny copy, until one of them
+gives its logits to the last bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import BaseModelError
-from pipeline.extensions.hosted.discovery.twin import FIRST_SPECIAL_TOKEN
+from pipeline.extensions.hosted.discovery.tiny_copy import FIRST_SPECIAL_TOKEN
 from pipeline.extensions.hosted.spec import LogitScale
 from pipeline.extensions.hosted.structure import HostedStructure
 from pipeline.extensions.hosted.transformers_model import first_entry
@@ -42,9 +42,9 @@ class OutputFormula:
 
 @torch.no_grad()
 def find_output_formula(
-    twin: Any, structure: HostedStructure, config: PretrainedConfig
+    tiny: Any, structure: HostedStructure, config: PretrainedConfig
 ) -> OutputFormula:
-    """Finds the output's formula on a small twin of the base, where it must hold to the last bit.
+    """Finds the output's formula on a tiny copy of the base, where it must hold to the last bit.
 
     Raises:
         BaseModelError: the output map reads other states than the last hidden ones, or its products
@@ -57,10 +57,10 @@ def find_output_formula(
         seen["states"] = arguments[0]
         seen["products"] = products
 
-    handle = twin.get_submodule(structure.output).register_forward_hook(keep)
-    logits = twin(input_ids=tokens, use_cache=False).logits
+    handle = tiny.get_submodule(structure.output).register_forward_hook(keep)
+    logits = tiny(input_ids=tokens, use_cache=False).logits
     handle.remove()
-    body = _body_name(twin, structure, tokens, seen["states"])
+    body = _body_name(tiny, structure, tokens, seen["states"])
     for scale, softcap in _formulas(config):
         found = seen["products"].float()
         # x / c and x * (1 / c) round differently: only one of them is equal to the last bit.
@@ -75,18 +75,18 @@ def find_output_formula(
     )
 
 
-def _body_name(twin: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
+def _body_name(tiny: Any, structure: HostedStructure, tokens: Tensor, states: Tensor) -> str:
     """The name of the module whose last hidden states the output map reads.
 
     Raises:
         BaseModelError: the map reads other states.
     """
     around_layers, _, _ = structure.layer_list.rpartition(".")
-    candidates = [twin.base_model, twin.get_decoder(), twin.get_submodule(around_layers)]
-    names = {module: name for name, module in twin.named_modules()}
+    candidates = [tiny.base_model, tiny.get_decoder(), tiny.get_submodule(around_layers)]
+    names = {module: name for name, module in tiny.named_modules()}
     for module in candidates:
         # For some types transformers names the model itself, or a map, as its body.
-        if module is twin or not isinstance(module, PreTrainedModel):
+        if module is tiny or not isinstance(module, PreTrainedModel):
             continue
         found = getattr(module(input_ids=tokens, use_cache=False), "last_hidden_state", None)
         if found is not None and torch.equal(found, states):

@@ -1,6 +1,6 @@
 """Experiments that tell what a module of a decoder does, whatever its name is.
 
-Each changes something in a recorded call and looks at what moves. They run on a tiny twin: they set
+Each changes something in a recorded call and looks at what moves. They run on a tiny copy: they set
 weights to zero for a moment, and call modules many times.
 """
 

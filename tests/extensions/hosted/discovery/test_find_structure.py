@@ -16,7 +16,7 @@ from pipeline.extensions.hosted.discovery.find_structure import (
     check_names,
     find_structure,
 )
-from pipeline.extensions.hosted.discovery.twin import build_twin
+from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
 from pipeline.extensions.hosted.structure import HostedStructure, UnsupportedStructureError
 from pipeline.model.architecture import changed_entry
 from tests.extensions.hosted.expected import AFTER_A_NORM, FULL, QUICK
@@ -93,11 +93,11 @@ def test_blocks_that_hold_too_little_are_refused_with_the_share(monkeypatch):
         find_structure(CONFIG_MAPPING["llama"](num_hidden_layers=2))
 
 
-def test_a_model_with_other_modules_than_its_twin_is_refused():
+def test_a_model_with_other_modules_than_its_tiny_copy_is_refused():
     expected = QUICK["qwen3_moe"]
     config = expected.config()
-    twin = build_twin(config)
-    check_names(expected.structure(), twin, build_without_memory(config))
+    tiny = build_tiny_copy(config)
+    check_names(expected.structure(), tiny, build_without_memory(config))
     other = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2, mlp_only_layers=[1])
     with pytest.raises(UnsupportedStructureError, match=r"model\.layers\.1\.mlp is Qwen3MoeMLP"):
-        check_names(expected.structure(), twin, build_without_memory(other))
+        check_names(expected.structure(), tiny, build_without_memory(other))

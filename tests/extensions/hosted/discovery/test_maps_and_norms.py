@@ -1,4 +1,4 @@
-"""The linear maps and norms of hosted bases that can have weights of open tokens' own, by hand."""
+"""The linear maps and norms of hosted bases that can have open weights, by hand."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -40,7 +40,7 @@ class _Batch(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._tokens[row], "labels": self._tokens[row]}
 
 
-class _Timed(TrainerCallback):
+class _Timed(TrainerCallback):  # type: ignore[misc]
     """Waits before a step until it may begin, and reports it at its end.
 
     The time leaves out reading the batch, and holds everything else that the Trainer does for a
@@ -116,7 +116,7 @@ def train(work: Work, may_begin: Callable[[], bool], report: Callable[[Step], No
 def _model(work: Work) -> Any:
     """The base, or with adapters on all linear maps in its layers."""
     torch.manual_seed(SEED)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         work.base,
         dtype=torch.float32,
         attn_implementation="sdpa",

@@ -120,6 +120,13 @@ def test_make_targets_call_what_exists(monkeypatch, capsys):
     check_commands(commands, "Makefile", monkeypatch, capsys)
 
 
+def test_nothing_outside_of_tests_imports_them():
+    importing = re.compile(r"(?m)^\s*(?:from|import) tests\b")
+    for folder in ("pipeline", "studies", "benchmarks", "tools", "serving", "examples"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            assert not importing.search(file.read_text(encoding="utf-8")), file.relative_to(ROOT)
+
+
 def test_the_site_has_every_page_and_no_broken_link(tmp_path):
     command = [
         sys.executable,

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from benchmarks.recorded_steps import COLLECTIVES, payloads, simulated_steps
 from benchmarks.results import BASES, STORIES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, opened, report
 from pipeline.checks.checklist import check_stage
@@ -45,7 +46,6 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from pipeline.sizing.traffic import GATHER
 from pipeline.training.base_copies import hash_base
-from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
 RANKS_PER_NODE = 8
 _PARTS = ("inputs", "preflight", "base")

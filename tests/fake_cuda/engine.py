@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.recorded_steps import real_batch, real_model
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.fake_cuda.trace import DEVICE, Case, Faults, WatchedKernels, as_on_a_gpu
-from tests.sizing.real_runs import real_batch, real_model, run_config
+from tests.sizing.real_runs import run_config
 from tests.training.runs import start_deepspeed
 
 LAYOUT = Layout(4, 2)

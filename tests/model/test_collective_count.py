@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.messages import Messages
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.distributed import run_ranks
-from tests.messages import Messages
 from tests.widened import scale_settings, some_batch, trained_gradients, unwidened, widened
 
 pytestmark = pytest.mark.full

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.recorded_steps import COLLECTIVES, payloads
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from tests.distributed import run_ranks
-from tests.sizing.real_runs import COLLECTIVES, payloads, run_config, steps_on_rank
+from tests.sizing.real_runs import run_config, steps_on_rank
 
 pytestmark = pytest.mark.full
 

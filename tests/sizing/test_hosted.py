@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.recorded_steps import real_batch
 from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import LayoutError
@@ -25,7 +26,6 @@ from pipeline.sizing.meta_device import NotTracedError
 from pipeline.sizing.micro_batch import measure_micro_batch
 from tests.extensions.hosted.bases import hosted, opened, save_hosted
 from tests.programs import scale_cpt
-from tests.sizing.real_runs import real_batch
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import write_config
 

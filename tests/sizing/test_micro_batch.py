@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.recorded_steps import real_batch, real_model
 from pipeline.errors import LayoutError
 from pipeline.model import loss_gradients, output
 from pipeline.model.from_hf import read_spec
@@ -14,7 +15,7 @@ from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.sizing.live_memory import LiveMemory
 from pipeline.sizing.micro_batch import measure_micro_batch
 from tests.distributed import run_ranks
-from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
+from tests.sizing.real_runs import METHODS, SCALE, run_config
 from tests.widened import kept_for_backward, scale_settings
 
 pytestmark = pytest.mark.full

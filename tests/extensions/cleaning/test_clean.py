@@ -27,8 +27,8 @@ from pipeline.extensions.cleaning import clean as module
 from pipeline.extensions.cleaning import command as clean_command
 from pipeline.extensions.cleaning.clean import clean, submit
 from pipeline.extensions.cleaning.stages import CleaningJob
+from studies.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
-from tests.extensions.cleaning.crawl import Crawl, korean_pages
 from tests.files import cut, flip_bit, read_jsonl
 from tests.programs import call
 

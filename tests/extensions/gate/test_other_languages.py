@@ -22,7 +22,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from tests.texts import DATA, REVIEWS, REVIEWS_HELDOUT
 
-SMOLLM2 = Path(__file__).parents[2] / "runs" / "bases" / "smollm2-135m"
+SMOLLM2 = Path(__file__).parents[3] / "runs" / "bases" / "smollm2-135m"
 BOOKS = DATA / "en" / "gutenberg.heldout.jsonl.zst"
 SENTENCES = Path(__file__).with_name("other_languages.jsonl")
 TOKENS = 12_000

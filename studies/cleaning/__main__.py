@@ -3,7 +3,6 @@
 With --write it writes the crawl instead, as UTF-8 and without the broken records: make clean-study.
 """
 
-# ruff: noqa: T201  (a command line)
 from __future__ import annotations
 
 import argparse
@@ -13,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from pipeline.extensions.cleaning.clean import clean
-from tests.extensions.cleaning.crawl import Crawl
+from studies.cleaning.crawl import Crawl
 
 
 def main() -> None:

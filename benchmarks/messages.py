@@ -18,7 +18,9 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.sent: list[tuple[str, int, int]] = []
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operation.namespace == "c10d":
             tensors = [tensor for argument in args for tensor in _tensors(argument)]
             group = next(

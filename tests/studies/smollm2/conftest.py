@@ -8,7 +8,7 @@ import pytest
 
 from studies.smollm2.base import DEFAULT_OUTPUT, make_base
 
-FOLDER = Path(__file__).parents[2] / DEFAULT_OUTPUT
+FOLDER = Path(__file__).parents[3] / DEFAULT_OUTPUT
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.extensions.cleaning.clean import CleanedText
 from pipeline.extensions.cleaning.stages import CleaningJob
-from tests.texts import DATA
+
+DATA = Path(__file__).parents[2] / "examples" / "data"
 
 EDITS = (0, 1, 2, 5, 10)
 """Of near-copies: the percentage of words that is another's."""

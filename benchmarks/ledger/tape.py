@@ -22,6 +22,8 @@ from torch.nn.modules.module import (
 
 from benchmarks.ledger.traffic import (
     Access,
+    copies_addend,
+    distinct_bytes,
     element_offset,
     is_product,
     starts_no_kernel,
@@ -169,6 +171,8 @@ class Tape(KnownSizes):
         reads, writes = touched_tensors(operation, args, kwargs, result)
         if not reads and not writes:
             return  # on the host
+        if copies_addend(operation, args, kwargs):
+            self._record_copy(args[0], result, module, backward)
         formula = FLOP_FORMULAS.get(operation.overloadpacket)
         flops = 0
         if formula is not None:
@@ -183,6 +187,19 @@ class Tape(KnownSizes):
                 writes=tuple(self.numbered(*written) for written in writes),
                 flops=flops,
                 region=self._region or self._compiled_region(module, backward),
+            )
+        )
+
+    def _record_copy(self, source: Tensor, target: Tensor, module: str, backward: bool) -> None:
+        """A copy that a kernel makes on a GPU and not on the meta device."""
+        self.operations.append(
+            Operation(
+                name="copy_",
+                module=module,
+                backward=backward,
+                kind="pointwise",
+                reads=(self.numbered(source, distinct_bytes(source)),),
+                writes=(self.numbered(target, distinct_bytes(target)),),
             )
         )
 

@@ -124,6 +124,19 @@ def element_offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset() * tensor.element_size())
 
 
+def copies_addend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether CUDA copies the addend of a product into the result first.
+
+    `addmm` does so for a matrix of its own (torch's `aten/src/ATen/native/cuda/Blas.cpp`), and the
+    product then adds onto the copy. A bias is added in the product's kernel. Onto `out`, nothing is
+    copied if that is the addend.
+    """
+    if operation.overloadpacket is not torch.ops.aten.addmm:
+        return False
+    addend = args[0]
+    return addend.dim() == 2 and kwargs.get("out") is not addend
+
+
 def is_product(operation: Any) -> bool:
     """Whether an operation is a product of matrices."""
     return operation.overloadpacket in (

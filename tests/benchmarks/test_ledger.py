@@ -149,3 +149,20 @@ def test_the_longest_of_three_times_counts():
     assert prices.milliseconds(nothing) == 1e-3
     product = Operation("mm", "", False, "product", (), (), flops=10**12)
     assert prices.milliseconds(product) == 1000
+
+
+def test_a_matrix_that_a_product_is_added_to_is_copied_first():
+    """On a GPU; a bias is not, nor a matrix that the result replaces."""
+    x, weight, y = (torch.empty(8, 8, device="meta") for _ in range(3))
+    bias = torch.empty(8, device="meta")
+    for add, copies in (
+        (lambda: torch.addmm(y, x, weight), 1),
+        (lambda: torch.addmm(bias, x, weight), 0),
+        (lambda: torch.addmm(y, x, weight, out=y), 0),
+    ):
+        tape = Tape(torch.nn.Identity())
+        with tape:
+            add()
+        names = [operation.name for operation in tape.operations]
+        assert names == ["copy_"] * copies + ["addmm"]
+        assert sum(map(moved_bytes, tape.operations[:-1])) == copies * 2 * 8 * 8 * 4

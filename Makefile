@@ -96,7 +96,8 @@ gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY=quick: a verdict in three; ONLY="parity memory": some parts)
 	$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
-bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
+bench-step: $(STAMP)  ## time of a training step on the CPU: beside transformers' Trainer and PEFT, then of each method
+	$(BIN)/python -m benchmarks.trainer_step --json benchmarks/out/trainer_step.json
 	$(BIN)/python -m benchmarks.gpu_step --cpu --json benchmarks/out/cpu_step.json
 
 bench-data: $(STAMP)  ## throughput of tokenization (MEGATRON=path/to/Megatron-LM: compare with it)

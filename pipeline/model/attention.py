@@ -166,6 +166,12 @@ class VarlenAttention:
     window: int | None = None
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        # A batch has any number of documents. A compiled layer would be compiled for the first
+        # batch's, and again, in the middle of a run, for others. Padding to a few lengths would
+        # leave one compilation for each, and give the kernel empty documents to start blocks for.
+        torch._dynamo.maybe_mark_dynamic(self.starts, 0)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 

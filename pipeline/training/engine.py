@@ -149,6 +149,7 @@ class Engine:
         self.model: CausalDecoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_optimizer(self._engine, self.model, self._optimizer, groups)
+        deepspeed_internals.leave_gradients_in_place(self._engine, groups.layout)
 
     def _freeze_in_stage(
         self,

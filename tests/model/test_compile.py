@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.gpu_step.models import our_model
 from pipeline.config.base import Fp8Scaling
 from pipeline.parallel.quantized import Quantization, frozen_product
+from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_tensor_parallel import OWN, Case
@@ -87,6 +89,30 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
             assert_near(ours, theirs, rounding_of(opened.spec, backward=True), scale=largest)
         assert len(results[0]) > 5
         assert counters["stats"]["unique_graphs"] == GRAPHS[method]
+
+
+COUNTS = [(4,) * 16, (10, 54), (20, 20, 24), (64,), (1,) * 64, (5,) * 8 + (24,)]
+
+
+@pytest.mark.parametrize("method", ["preserve", "adapt"])
+def test_the_kernel_of_gpus_is_compiled_once_for_any_number_of_documents(method, base):
+    """The meta device stands for a GPU: it takes the variable-length kernel, which gets as many
+    numbers as the batch has documents. Its layers are compiled for the first batch alone."""
+    meta = torch.device("meta")
+    with meta, default_dtype(torch.bfloat16):
+        model = our_model(method, base("stories260K").spec, 2)
+    model.compile_layers(backend="aot_eager")
+    graphs = []
+    for lengths in COUNTS:
+        tokens = torch.zeros(1, 64, dtype=torch.long, device=meta)
+        positions, documents = packed(lengths)
+        losses = model(
+            tokens, tokens, positions.to(meta), documents.moved(lambda own: own.to(meta))
+        )
+        losses.total.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * len(COUNTS)
+    assert graphs[0] > 0
 
 
 FEATURES = [

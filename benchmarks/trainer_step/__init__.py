@@ -1,0 +1,1 @@
+"""The benchmark of whole training steps beside other trainers: `python -m benchmarks.trainer_step`."""

@@ -81,6 +81,9 @@ def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow
         for stage in training_stages(config):
             model = build_model(stage.config, spec, SINGLE)
             rows += group_rows(
-                model, stage.config.schedule, stage=stage.name, resting=model.resting
+                model,
+                stage.config.schedule,
+                stage=stage.name,
+                frozen_in_stage=model.frozen_in_stage,
             )
     return rows

@@ -82,7 +82,7 @@ def check_shared_experts_frozen(model: CausalDecoder, config: RunConfig) -> None
 def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
     """Freezes what the method trains, but none of the stages of `config`.
 
-    Their names are then `model.resting`.
+    Their names are then `model.frozen_in_stage`.
 
     Raises:
         ConfigError: a kind of block or a pattern in `trains` matches nothing.
@@ -94,12 +94,12 @@ def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
             kept.update(matching(key, trained, setting=f"stages.{stage.name}.trains"))
     if not config.trains:
         return  # One of the stages trains everything.
-    resting: list[str] = []
+    frozen_in_stage: list[str] = []
     for name, parameter in trained.items():
         if name not in kept:
             parameter.requires_grad_(False)
-            resting.append(name)
-    model.resting = tuple(resting)
+            frozen_in_stage.append(name)
+    model.frozen_in_stage = tuple(frozen_in_stage)
 
 
 def quantize_base(

@@ -162,7 +162,7 @@ def parameter_groups(
     schedule: Schedule,
     *,
     optimizers: Mapping[str, str] = MappingProxyType({}),
-    resting: Iterable[str] = (),
+    frozen_in_stage: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
     """The groups of the trained parameters, those of AdamW last; within a group the model's order.
@@ -176,14 +176,14 @@ def parameter_groups(
         trained: the parameters that train, by name.
         schedule: the factors of their rates and decays.
         optimizers: by parameter, the name of the optimizer that updates it, if not AdamW.
-        resting: the names of those that the method trains, and this stage does not. A factor may
-            name them too.
+        frozen_in_stage: the names of those that the method trains, and this stage does not. A
+            factor may name them too.
         trained_before: the setting `trains` of each earlier stage.
 
     Raises:
         ConfigError: a key of `learning_rate_factors` or `weight_decay_factors` matches nothing.
     """
-    names = [*trained, *resting]
+    names = [*trained, *frozen_in_stage]
     rates = factors_by_name(names, schedule.learning_rate_factors, setting="learning_rate_factors")
     decays = factors_by_name(names, schedule.weight_decay_factors, setting="weight_decay_factors")
     members: dict[tuple[str, float, float, tuple[int, ...]], list[str]] = {}
@@ -207,13 +207,13 @@ def trained_groups(
     model: nn.Module,
     schedule: Schedule,
     *,
-    resting: Iterable[str] = (),
+    frozen_in_stage: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
     """The groups of the parameters of `model` that train: those that the run's optimizer updates,
     and those that it leaves to AdamW.
 
-    For `resting` and `trained_before` see `parameter_groups`.
+    For `frozen_in_stage` and `trained_before` see `parameter_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -225,7 +225,11 @@ def trained_groups(
         if optimizer.updates(name, parameter):
             optimizers[name] = optimizer.name
     return parameter_groups(
-        trained, schedule, optimizers=optimizers, resting=resting, trained_before=trained_before
+        trained,
+        schedule,
+        optimizers=optimizers,
+        frozen_in_stage=frozen_in_stage,
+        trained_before=trained_before,
     )
 
 
@@ -234,7 +238,7 @@ def group_rows(
     schedule: Schedule,
     *,
     stage: str | None = None,
-    resting: Iterable[str] = (),
+    frozen_in_stage: Iterable[str] = (),
 ) -> list[GroupRow]:
     """The table of groups: a row for each kind, or pattern, with a rate and a decay of its own.
 
@@ -242,7 +246,7 @@ def group_rows(
         model: whose parameters train.
         schedule: of the run, or of one of its stages.
         stage: the name of that stage.
-        resting: the names of those that the method trains, and that stage does not.
+        frozen_in_stage: the names of those that the method trains, and that stage does not.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -250,7 +254,7 @@ def group_rows(
     trained = dict(named_trained_parameters(model))
     patterns = [*schedule.learning_rate_factors, *schedule.weight_decay_factors]
     rows: dict[tuple[str, float, float, str], list[str]] = {}
-    for group in trained_groups(model, schedule, resting=resting):
+    for group in trained_groups(model, schedule, frozen_in_stage=frozen_in_stage):
         rate = schedule.learning_rate * group.learning_rate_factor
         for name in group.names:
             key = _deciding_key(name, patterns)

@@ -44,7 +44,8 @@ class CausalDecoder(nn.Module, ABC):
         gate: decides per token, on the exact base stream, whether the model may differ from its
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
-        resting: the names of parameters that the method trains, and none of this run's stages do.
+        frozen_in_stage: the names of parameters that the method trains, and this stage of the run
+            does not.
         equals_base: whether no trained weight has changed since the preservation check, so that the
             model's own hidden states are those of the base. The base's pass for KL has fewer rows
             than the model's: a mixture's products round otherwise there, and an optimizer that
@@ -60,7 +61,7 @@ class CausalDecoder(nn.Module, ABC):
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.kept_results: KeptResults = "nothing"
         self.gate: TokenGate | None = None
-        self.resting: tuple[str, ...] = ()
+        self.frozen_in_stage: tuple[str, ...] = ()
         self.equals_base = False
         self.output: OutputProjection
 

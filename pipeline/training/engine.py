@@ -30,8 +30,12 @@ from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
+from pipeline.training.frozen_in_stage import (
+    ParameterFrozenInStage,
+    initially_frozen,
+    restored_frozen,
+)
 from pipeline.training.optimizer import make_optimizer
-from pipeline.training.resting import RestingParameter, initial_resting, restored_resting
 
 
 def build_on_device(
@@ -94,7 +98,7 @@ class Engine:
         self.trainable_parameters = 0
         self.total_parameters = 0
         # Counts of steps differ between parameters only where stages train some of them.
-        self._has_several_counts = bool(model.resting or trained_before)
+        self._has_several_counts = bool(model.frozen_in_stage or trained_before)
         # From the full shapes: under tensor parallelism a rank has shards, and under ZeRO-3 `numel`
         # is 0.
         for name, parameter in model.named_parameters():
@@ -102,7 +106,7 @@ class Engine:
                 continue  # the frozen copy of the base, for KL, is no part of the model
             size = prod(full_shape_of(parameter))
             self.total_parameters += size
-            has_trained = name in model.resting and stages_of(name, trained_before)
+            has_trained = name in model.frozen_in_stage and stages_of(name, trained_before)
             if parameter.requires_grad or has_trained:
                 self.trainable_parameters += size
         self._optimizer = optimizer_named(config.schedule.optimizer)
@@ -111,14 +115,17 @@ class Engine:
         self._tokens_per_micro_batch = (
             config.schedule.micro_batch_size * config.data.sequence_length
         )
-        self._resting = self._rest(model, groups, config, checkpoint)
+        self._frozen_in_stage = self._freeze_in_stage(model, groups, config, checkpoint)
         if config.compile:
             model.compile_layers()
             model.output.compile_loss = True
         # Of trained parameters alone: DeepSpeed's optimizer state and fp32 copies then exist for
         # them only, and the base costs its 16-bit weights.
         optimizer = make_optimizer(
-            model, config.schedule, resting=model.resting, trained_before=trained_before
+            model,
+            config.schedule,
+            frozen_in_stage=model.frozen_in_stage,
+            trained_before=trained_before,
         )
         deepspeed_internals.gather_whole(model.modules_gathered_whole())
         if deepspeed_config.zero_stage == 3:
@@ -144,20 +151,20 @@ class Engine:
         deepspeed_internals.attach_optimizer(self._engine, self.model, self._optimizer, groups)
         deepspeed_internals.leave_gradients_in_place(self._engine, groups.layout)
 
-    def _rest(
+    def _freeze_in_stage(
         self,
         model: CausalDecoder,
         groups: ProcessGroups,
         config: RunConfig,
         checkpoint: Index | None,
-    ) -> dict[str, RestingParameter]:
-        """What rests in the model, by name; every rank must call it."""
-        if not model.resting:
+    ) -> dict[str, ParameterFrozenInStage]:
+        """What is frozen in this stage, by name; every rank must call it."""
+        if not model.frozen_in_stage:
             return {}
         if checkpoint is None:
-            return initial_resting(model, groups)
+            return initially_frozen(model, groups)
         reader = CheckpointReader(checkpoint, model)
-        restored = partial(restored_resting, model, groups, config.schedule, reader)
+        restored = partial(restored_frozen, model, groups, config.schedule, reader)
         return run_on_all_ranks(restored)
 
     def close(self) -> None:
@@ -247,7 +254,7 @@ class Engine:
             self.model.train()
 
     def state(self) -> RankState:
-        """What this rank holds of the parameters that train or rest, and the random states.
+        """What this rank holds of all that the method trains, and the random states.
 
         The values are views.
         """
@@ -260,7 +267,7 @@ class Engine:
         adam_steps: dict[str, int] = {}
         if self._has_several_counts:
             adam_steps = {name: int(count) for name, count in counts.items()}
-        for name, parameter in self._resting.items():
+        for name, parameter in self._frozen_in_stage.items():
             first[name] = parameter.first
             adam_steps[name] = parameter.adam_step
             # The weights first, then the moments: a reader counts on this order.

@@ -19,13 +19,13 @@ def make_optimizer(
     model: nn.Module,
     schedule: Schedule,
     *,
-    resting: Iterable[str] = (),
+    frozen_in_stage: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> torch.optim.AdamW:
     """The optimizer of the trained parameters alone, in the groups of `schedule`.
 
     A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
-    For `resting` and `trained_before` see `parameter_groups`.
+    For `frozen_in_stage` and `trained_before` see `parameter_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
@@ -34,7 +34,7 @@ def make_optimizer(
     groups: list[dict[str, Any]] = []
     kind = ADAMW.name
     groups_of_stage = trained_groups(
-        model, schedule, resting=resting, trained_before=trained_before
+        model, schedule, frozen_in_stage=frozen_in_stage, trained_before=trained_before
     )
     for group in groups_of_stage:
         if group.optimizer != ADAMW.name:

@@ -178,8 +178,8 @@ class Trainer:
     def _prepare(self, stage: TrainingStage, checkpoint: Index | None = None) -> None:
         """Makes the engine and the batches of a stage; every rank must call it.
 
-        The model has its values before the first step; what rests in this stage has those of the
-        `checkpoint`.
+        The model has its values before the first step; what is frozen in this stage has those of
+        the `checkpoint`.
         """
         self.stage = stage
         config = stage.config

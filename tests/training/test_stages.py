@@ -1,4 +1,4 @@
-"""A run in stages: its borders, what rests, and that it resumes to the bit anywhere."""
+"""A run in stages: boundaries, what is frozen in one, and that it resumes to the bit anywhere."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def go_back_over_a_border_and_finish(config: Path) -> str:
     return " ".join(names)
 
 
-def test_a_rollback_may_cross_a_border(tokens, tmp_path):
+def test_a_rollback_may_cross_a_stage_boundary(tokens, tmp_path):
     settings = {**SETTINGS, "zero": 3}
     config = make_run(tmp_path / "run", tokens, **settings)
     again = make_run(tmp_path / "again", tokens, **settings)
@@ -139,7 +139,7 @@ SPIKES = [
 ]
 
 
-def test_a_spike_rolls_back_to_the_border_and_a_kill_does_not_forget_it(tokens, tmp_path):
+def test_a_spike_rolls_back_to_the_stage_boundary_and_a_kill_does_not_forget_it(tokens, tmp_path):
     settings = {
         "zero": 1,
         "stages": SPIKES,
@@ -180,7 +180,7 @@ def train_with_a_damaged_border(config: Path) -> None:
         trained(trainer)
 
 
-def test_a_damaged_border_repeats_its_steps_and_reports_each_once(tokens, tmp_path):
+def test_a_damaged_stage_boundary_repeats_its_steps_and_reports_each_once(tokens, tmp_path):
     whole = make_run(tmp_path / "whole", tokens, zero=1, **SETTINGS)
     broken = make_run(tmp_path / "broken", tokens, zero=1, **SETTINGS)
     jobs = [partial(train, whole), partial(train_with_a_damaged_border, broken)]
@@ -190,7 +190,7 @@ def test_a_damaged_border_repeats_its_steps_and_reports_each_once(tokens, tmp_pa
     assert rank_files(tmp_path / "broken") == rank_files(tmp_path / "whole")
 
 
-def test_a_kill_while_a_border_is_saved_changes_nothing(tokens, tmp_path):
+def test_a_kill_while_a_stage_boundary_is_saved_changes_nothing(tokens, tmp_path):
     settings = {**SETTINGS, "zero": 2, "checkpoints": {"every_steps": 100}}
     undisturbed = make_run(tmp_path / "undisturbed", tokens, **settings)
     killed = make_run(tmp_path / "killed", tokens, **settings)
@@ -210,20 +210,20 @@ def reader_of(config: Path, step: int) -> CheckpointReader:
     return open_trained(folder, STORIES).reader
 
 
-def test_what_rests_keeps_its_weights_moments_and_count(tokens, tmp_path):
+def test_what_is_frozen_in_a_stage_keeps_its_weights_moments_and_count(tokens, tmp_path):
     config = make_run(tmp_path / "run", tokens, zero=1, **SETTINGS)
     assert run_ranks(train, 1, config) == [0]
     readers = {step: reader_of(config, step) for step in (1, 2, 4, 5, STEPS)}
     kinds = ("fp32", "exp_avg", "exp_avg_sq")
-    rests, begins_in_2, begins_in_3 = (
+    frozen_in_2, begins_in_2, begins_in_3 = (
         "output.expansion",
         "layers.3.attention.output.expansion_to_base.weight",
         "layers.0.attention.output.expansion_to_expansion.weight",
     )
     for kind in kinds:
-        kept = [readers[step].read(rests, kind) for step in (2, 4)]
-        assert torch.equal(*kept), "it rests from step 2 to step 4"
-        assert not torch.equal(readers[5].read(rests, kind), kept[0])
+        kept = [readers[step].read(frozen_in_2, kind) for step in (2, 4)]
+        assert torch.equal(*kept), "it is frozen from step 2 to step 4"
+        assert not torch.equal(readers[5].read(frozen_in_2, kind), kept[0])
     initial = open_expansion(load_config(config).initial_expansion_folder)
     for name in (begins_in_2, begins_in_3):
         written = torch.equal(readers[1].read(name), readers[2].read(name))
@@ -231,9 +231,9 @@ def test_what_rests_keeps_its_weights_moments_and_count(tokens, tmp_path):
     found = readers[2].read(begins_in_3)
     assert torch.equal(found, initial.read(begins_in_3, tuple(found.shape)).float())
     counts = {}
-    for name in (rests, begins_in_2, begins_in_3):
+    for name in (frozen_in_2, begins_in_2, begins_in_3):
         counts[name] = [int(reader.adam_step(name)) for reader in readers.values()]
-    assert counts[rests] == [1, 2, 2, 3, 5]
+    assert counts[frozen_in_2] == [1, 2, 2, 3, 5]
     assert counts[begins_in_2] == [0, 0, 2, 3, 5]
     assert counts[begins_in_3] == [0, 0, 0, 1, 3]
     # Bias correction of its own: Adam's first step moves by the rate, whatever the gradient.

@@ -1,7 +1,7 @@
-"""Parameters that rest: the run's method trains them, but this stage of the run does not.
+"""Parameters that are frozen in a stage: the run's method trains them, but that stage does not.
 
-A resting parameter is part of the frozen model. Its fp32 weights, moments and step count wait in
-the host's memory, divided among the data-parallel ranks, and are part of every checkpoint: a later
+Such a parameter is part of the frozen model. Its fp32 weights, moments and step count wait in the
+host's memory, divided among the data-parallel ranks, and are part of every checkpoint: a later
 stage, or an export, finds them there.
 """
 
@@ -31,7 +31,7 @@ from pipeline.parallel.topology import ProcessGroups, TensorParallel
 
 
 @dataclass(frozen=True)
-class RestingParameter:
+class ParameterFrozenInStage:
     """What this rank keeps of a parameter: a run of the elements of its flattened shard.
 
     Attributes:
@@ -45,10 +45,12 @@ class RestingParameter:
     adam_step: int
 
 
-def initial_resting(model: CausalDecoder, groups: ProcessGroups) -> dict[str, RestingParameter]:
-    """What rests in `model`, which is at the beginning of its run, by name. It is no collective."""
-    resting: dict[str, RestingParameter] = {}
-    for name, parameter in _resting_parameters(model):
+def initially_frozen(
+    model: CausalDecoder, groups: ProcessGroups
+) -> dict[str, ParameterFrozenInStage]:
+    """What the first stage of a run freezes in `model`, by name. It is no collective."""
+    frozen_in_stage: dict[str, ParameterFrozenInStage] = {}
+    for name, parameter in _parameters_frozen_in_stage(model):
         first, length = _own_part(parameter, groups)
         if length == 0:
             continue
@@ -56,21 +58,21 @@ def initial_resting(model: CausalDecoder, groups: ProcessGroups) -> dict[str, Re
         if zero_partition_of(parameter) is None:
             held = held[first:]
         weights = held[:length].to("cpu", torch.float32, copy=True)
-        resting[name] = RestingParameter(first, {"fp32": weights}, 0)
-    return resting
+        frozen_in_stage[name] = ParameterFrozenInStage(first, {"fp32": weights}, 0)
+    return frozen_in_stage
 
 
-def restored_resting(
+def restored_frozen(
     model: CausalDecoder, groups: ProcessGroups, schedule: Schedule, reader: CheckpointReader
-) -> dict[str, RestingParameter]:
-    """What rests in `model`, from a checkpoint of any layout, by name. It is no collective.
+) -> dict[str, ParameterFrozenInStage]:
+    """What a stage freezes in `model`, from a checkpoint of any layout, by name. No collective.
 
     It also sets these weights in the model, before DeepSpeed wraps it. They round as DeepSpeed
     rounded the fp32 weights while they trained.
     """
     tp = groups.tensor_parallel
-    resting: dict[str, RestingParameter] = {}
-    for name, parameter in _resting_parameters(model):
+    frozen_in_stage: dict[str, ParameterFrozenInStage] = {}
+    for name, parameter in _parameters_frozen_in_stage(model):
         fill(parameter, tp, partial(_read_rows, reader, name, parameter, tp))
         first, length = _own_part(parameter, groups)
         if length == 0:
@@ -82,13 +84,13 @@ def restored_resting(
         values: dict[Kind, Tensor] = {}
         for kind in kinds:
             values[kind] = reader.read_span(name, kind, tp.rank, tp.size, (first, first + length))
-        resting[name] = RestingParameter(first, values, adam_step)
-    return resting
+        frozen_in_stage[name] = ParameterFrozenInStage(first, values, adam_step)
+    return frozen_in_stage
 
 
-def _resting_parameters(model: CausalDecoder) -> list[tuple[str, nn.Parameter]]:
+def _parameters_frozen_in_stage(model: CausalDecoder) -> list[tuple[str, nn.Parameter]]:
     parameters = dict(model.named_parameters())
-    return [(name, parameters[name]) for name in model.resting]
+    return [(name, parameters[name]) for name in model.frozen_in_stage]
 
 
 def _read_rows(

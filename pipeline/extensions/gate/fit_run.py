@@ -21,6 +21,7 @@ from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError, PreservationError
+from pipeline.extensions.gate.base_spelling import with_base_spelling
 from pipeline.extensions.gate.changes import CHANGES, change_windows, document_texts
 from pipeline.extensions.gate.documents import Packer
 from pipeline.extensions.gate.effect import measure
@@ -148,6 +149,9 @@ def _fitting_text(config: RunConfig, settings: GateSettings, tokenizer: Tokenize
         sampled_fingerprint = vocabulary.base_tokenizer
         first_new = vocabulary.base_rows
     text = read_fitting_text(config, settings, tokenizer.fingerprint, sampled_fingerprint)
+    if first_new is not None:
+        packer = Packer(tokenizer, config.data.sequence_length, config.data.document_mask)
+        text = with_base_spelling(text, tokenizer, load_tokenizer(config.base), packer)
     file = negatives_file(settings)
     if file is not None:
         text = with_kinds(
@@ -216,6 +220,9 @@ def _changes(
     )
     if windows is None:
         return {}
+    if config.vocabulary is not None:
+        # New tokens are open whatever their score.
+        windows = windows.without_tokens_from(read_vocabulary(config.vocabulary.folder).base_rows)
     is_open = (stream.scores(windows, gate) > gate.threshold) | gate.opens_id(windows.tokens)
     return kind_figures(models, gate, windows, is_open, CHANGES, config)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -31,13 +30,8 @@ class FittingText(NamedTuple):
     def without_tokens_from(self, first: int) -> FittingText:
         """This text without ids from `first` on: new tokens, which need no gate."""
         return self._replace(
-            fit=_without_tokens_from(self.fit, first),
-            unused=_without_tokens_from(self.unused, first),
+            fit=self.fit.without_tokens_from(first), unused=self.unused.without_tokens_from(first)
         )
-
-
-def _without_tokens_from(windows: Windows, first: int) -> Windows:
-    return replace(windows, present=windows.present & (windows.tokens < first))
 
 
 def read_fitting_text(

@@ -64,6 +64,10 @@ class Windows:
             self, present=self.present & ~(self.is_self_generated & self.mostly(is_open))
         )
 
+    def without_tokens_from(self, first: int) -> Windows:
+        """These windows without ids from `first` on."""
+        return replace(self, present=self.present & (self.tokens < first))
+
     def without_kinds(self, kinds: Sequence[int]) -> Windows:
         """These windows without text of some kinds."""
         left_out = torch.isin(self.kinds, torch.tensor(kinds, dtype=torch.long))

@@ -40,7 +40,7 @@ class Command:
     """A command of `scale-cpt`.
 
     Attributes:
-        summary: one line for `scale-cpt --help`.
+        summary: one line for the list of commands.
         module: the module with the command's docstring, `add_options` and `main`
             (`pipeline.commands`). It is imported only when the command is called.
         after: the command that it follows in the list of commands.
@@ -119,7 +119,7 @@ class Extension:
     requires: Sequence[str] = ()
 
     def commands(self) -> Mapping[str, Command]:
-        """Commands of `scale-cpt`, by name."""
+        """Commands of `scale-cpt`, by name. `config init` is added to the core's `config`."""
         return {}
 
     def input_checks(self, stage: CheckedStage) -> Sequence[InputCheck]:

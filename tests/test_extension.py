@@ -129,6 +129,15 @@ def test_the_core_names_no_decoder_of_an_extension():
     assert done.stdout == "[]\nTrue\n", done.stderr
 
 
+def test_a_command_of_two_words_belongs_to_the_command_of_the_first(tmp_path):
+    installed = distribution(tmp_path, command="config greet")
+    assert "greet" not in scale_cpt(installed, "--help").stdout
+    listed = scale_cpt(installed, "config", "--help").stdout
+    assert listed.index("\n    show ") < listed.index("\n    greet ")
+    done = scale_cpt(installed, "config", "greet", "--loud")
+    assert (done.returncode, done.stdout) == (0, "HELLO\n")
+
+
 def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_path):
     installed = distribution(tmp_path)
     listed = scale_cpt(installed, "--help").stdout
@@ -154,6 +163,16 @@ def test_a_command_of_another_distribution_stands_where_it_asks_and_runs(tmp_pat
             {"command": "train"},
             "error: extension greeting: its command train is there already, as "
             "pipeline.commands.train; give it another name\n",
+        ),
+        (
+            {"command": "config show"},
+            "error: extension greeting: its command config show is there already, as "
+            "pipeline.commands.config; give it another name\n",
+        ),
+        (
+            {"command": "train greet"},
+            "error: extension greeting: its command train greet: expected one word, or config and "
+            "a word; give it another name\n",
         ),
         (
             {"value": "greeting:Greeting"},

@@ -18,10 +18,10 @@ from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
+from pipeline.extensions.first_config.propose import propose
+from pipeline.extensions.first_config.wanted import FirstRun
 from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config.propose import propose
-from pipeline.sizing.first_config.wanted import FirstRun
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT

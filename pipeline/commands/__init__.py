@@ -54,25 +54,53 @@ _MODULES = {"try": "try_run"}
 """Modules whose names are not those of their commands: try is a word of Python."""
 
 
-@cache
+_CORE_SUBCOMMANDS = {"config show": "pipeline.commands.config"}
+"""The core's commands of two words, each with its module. To the command of the first word
+extensions may add others, such as `config init`."""
+
+
 def all_commands() -> Mapping[str, Command]:
     """The commands of the core and of the installed extensions, in the order of `--help`.
 
     Raises:
         ExtensionError: an extension cannot be used, or two have a command of one name.
     """
+    return {name: command for name, command in _offered().items() if " " not in name}
+
+
+def subcommands(command: str) -> Mapping[str, Command]:
+    """What extensions add to a command of the core, by the second word; raises the same."""
+    found: dict[str, Command] = {}
+    for name, added in _offered().items():
+        first, _, second = name.partition(" ")
+        if second and first == command:
+            found[second] = added
+    return found
+
+
+@cache
+def _offered() -> Mapping[str, Command]:
+    """All commands, those of two words too; raises as `all_commands`."""
     commands: dict[str, Command] = {}
     previous = ""
     for name, summary in _CORE_COMMANDS.items():
         module = f"pipeline.commands.{_MODULES.get(name, name.replace('-', '_'))}"
         commands[name] = Command(summary, module, after=previous)
         previous = name
+    with_others = {name.partition(" ")[0] for name in _CORE_SUBCOMMANDS}
     for extension in extensions():
         for name, command in extension.commands().items():
-            if name in commands:
+            if name in commands or name in _CORE_SUBCOMMANDS:
+                module = _CORE_SUBCOMMANDS.get(name) or commands[name].module
                 raise ExtensionError(
                     f"extension {extension.name}: its command {name} is there already, as "
-                    f"{commands[name].module}; give it another name"
+                    f"{module}; give it another name"
+                )
+            first, has_second, _ = name.partition(" ")
+            if has_second and first not in with_others:
+                raise ExtensionError(
+                    f"extension {extension.name}: its command {name}: expected one word, or "
+                    f"{' or '.join(sorted(with_others))} and a word; give it another name"
                 )
             commands = _inserted(commands, name, command)
     return commands

@@ -11,5 +11,6 @@ NAMES = (
     "combination",
     "full_difference",
     "report",
+    "first_config",
 )
 """In the order in which the core asks them."""

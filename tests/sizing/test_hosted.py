@@ -13,13 +13,13 @@ from benchmarks.recorded_steps import real_batch
 from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import LayoutError
+from pipeline.extensions.first_config.propose import propose
+from pipeline.extensions.first_config.wanted import FirstRun
 from pipeline.methods.build_model import build_model
 from pipeline.model.bases import read_spec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.first_config.propose import propose
-from pipeline.sizing.first_config.wanted import FirstRun
 from pipeline.sizing.flops import count_served_flops
 from pipeline.sizing.live_memory import LiveMemory
 from pipeline.sizing.meta_device import NotTracedError

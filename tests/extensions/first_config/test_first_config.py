@@ -17,16 +17,16 @@ from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
+from pipeline.extensions.first_config.commented_yaml import method_comment
+from pipeline.extensions.first_config.method import method_under_gate, scale_method
+from pipeline.extensions.first_config.propose import propose
+from pipeline.extensions.first_config.texts import measure
+from pipeline.extensions.first_config.wanted import FirstRun
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.cpu_speed import multiplies_bf16
-from pipeline.sizing.first_config.commented_yaml import method_comment
-from pipeline.sizing.first_config.method import method_under_gate, scale_method
-from pipeline.sizing.first_config.propose import propose
-from pipeline.sizing.first_config.texts import measure
-from pipeline.sizing.first_config.wanted import FirstRun
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.extensions.self_generated.helpers import copied_stories
@@ -35,7 +35,7 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT, chat, write_chats
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 

@@ -10,14 +10,14 @@ import yaml
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.errors import DataError
+from pipeline.extensions.first_config.method import inner_width, narrowest_map
+from pipeline.extensions.first_config.schedule import MUON_RATE_FACTOR
+from pipeline.extensions.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.extensions.first_config.time_limit import TimeLimit
+from pipeline.extensions.first_config.wanted import FirstRun
 from pipeline.model.bases import kind_of, unsupported_in
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import GIB, Cluster
-from pipeline.sizing.first_config.method import inner_width, narrowest_map
-from pipeline.sizing.first_config.schedule import MUON_RATE_FACTOR
-from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
-from pipeline.sizing.first_config.time_limit import TimeLimit
-from pipeline.sizing.first_config.wanted import FirstRun
 
 _MUON_STATE_BYTES = 12
 """Bytes of training state a parameter: weight, gradient, master weight and momentum."""

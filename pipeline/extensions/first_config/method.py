@@ -9,11 +9,11 @@ from typing import Any
 
 from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.errors import ConfigError
+from pipeline.extensions.first_config.texts import TextMeasure
 from pipeline.model.bases import kind_of
 from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import GATE_LAYER, Widths
-from pipeline.sizing.first_config.texts import TextMeasure
 
 _WIDER_BY = 1 / 8
 """Added width as a share of each of the base's widths, as in the paper."""

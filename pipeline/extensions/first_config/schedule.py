@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pipeline.extensions.first_config.texts import TextMeasure
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config.texts import TextMeasure
 
 _PAPER_HIDDEN_SIZE = 2048
 _PAPER_RATE = 1e-3

@@ -9,21 +9,25 @@ from typing import Any
 import torch
 
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.model.spec import DecoderSpec
-from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config.corpora import corpora_section
-from pipeline.sizing.first_config.fitting import Fit, deepspeed_file
-from pipeline.sizing.first_config.method import (
+from pipeline.extensions.first_config.corpora import corpora_section
+from pipeline.extensions.first_config.fitting import Fit, deepspeed_file
+from pipeline.extensions.first_config.method import (
     method_under_gate,
     min_count_of,
     scale_method,
     smaller_methods,
 )
-from pipeline.sizing.first_config.schedule import schedule_section, stages_section, wanted_length
-from pipeline.sizing.first_config.search import first_that_fits
-from pipeline.sizing.first_config.texts import TextMeasure, tokens_to_read
-from pipeline.sizing.first_config.time_limit import rhythm
-from pipeline.sizing.first_config.wanted import FirstRun
+from pipeline.extensions.first_config.schedule import (
+    schedule_section,
+    stages_section,
+    wanted_length,
+)
+from pipeline.extensions.first_config.search import first_that_fits
+from pipeline.extensions.first_config.texts import TextMeasure, tokens_to_read
+from pipeline.extensions.first_config.time_limit import rhythm
+from pipeline.extensions.first_config.wanted import FirstRun
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import Cluster
 
 _KL_FRACTION_OF_CHATS = 1 / 8
 """The share of the sequences that train by KL in a run with a gate and chats. With it, answers in

@@ -8,14 +8,7 @@ import torch
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.hub import model_folder
-from pipeline.installation import locate_docs
-from pipeline.log import get_logger
-from pipeline.model.bases import open_base, unsupported_in
-from pipeline.model.spec import DecoderSpec
-from pipeline.sizing.cluster import Cluster, gpu_speed
-from pipeline.sizing.cpu_speed import cpu_speed, multiplies_bf16
-from pipeline.sizing.first_config.commented_yaml import (
+from pipeline.extensions.first_config.commented_yaml import (
     as_yaml,
     chats_comment,
     data_comment,
@@ -26,16 +19,23 @@ from pipeline.sizing.first_config.commented_yaml import (
     method_comment,
     time_comment,
 )
-from pipeline.sizing.first_config.draft import Draft
-from pipeline.sizing.first_config.method import has_no_gate
-from pipeline.sizing.first_config.texts import TextMeasure, measure, measure_chats
-from pipeline.sizing.first_config.time_limit import (
+from pipeline.extensions.first_config.draft import Draft
+from pipeline.extensions.first_config.method import has_no_gate
+from pipeline.extensions.first_config.texts import TextMeasure, measure, measure_chats
+from pipeline.extensions.first_config.time_limit import (
     TimeLimit,
     affordable_tokens,
     time_limit,
     within_limit,
 )
-from pipeline.sizing.first_config.wanted import FirstRun
+from pipeline.extensions.first_config.wanted import FirstRun
+from pipeline.hub import model_folder
+from pipeline.installation import locate_docs
+from pipeline.log import get_logger
+from pipeline.model.bases import open_base, unsupported_in
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import Cluster, gpu_speed
+from pipeline.sizing.cpu_speed import cpu_speed, multiplies_bf16
 from pipeline.sizing.parameters import parameters_of
 
 _logger = get_logger(__name__)

@@ -13,25 +13,25 @@ import torch
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.evaluation.perplexity import DEFAULT_BYTES
-from pipeline.model.from_hf import read_spec
-from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import Widths
-from pipeline.sizing.cluster import Cluster, gpu_speed
-from pipeline.sizing.first_config.draft import Draft
-from pipeline.sizing.first_config.fitting import Fit
-from pipeline.sizing.first_config.method import min_count_of, smaller_methods
-from pipeline.sizing.first_config.propose import tokens_within
-from pipeline.sizing.first_config.texts import TextMeasure
-from pipeline.sizing.first_config.time_limit import (
+from pipeline.extensions.first_config.draft import Draft
+from pipeline.extensions.first_config.fitting import Fit
+from pipeline.extensions.first_config.method import min_count_of, smaller_methods
+from pipeline.extensions.first_config.propose import tokens_within
+from pipeline.extensions.first_config.texts import TextMeasure
+from pipeline.extensions.first_config.time_limit import (
     EVALUATED_BYTES,
     TimeLimit,
     rhythm,
     within_limit,
 )
-from pipeline.sizing.first_config.wanted import FirstRun
+from pipeline.extensions.first_config.wanted import FirstRun
+from pipeline.model.from_hf import read_spec
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import Widths
+from pipeline.sizing.cluster import Cluster, gpu_speed
 from tests.bases import STORIES
 
-BASES = Path(__file__).parents[2] / "configs" / "bases"
+BASES = Path(__file__).parents[3] / "configs" / "bases"
 FP32, BF16 = torch.float32, torch.bfloat16
 
 

@@ -11,14 +11,14 @@ import torch
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.deepspeed_config import deepspeed_config_of
 from pipeline.errors import ConfigError
+from pipeline.extensions.first_config.fitting import Fit
+from pipeline.extensions.first_config.texts import TextMeasure
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.cpu_speed import cpu_speed
 from pipeline.sizing.estimate import Estimator, estimator_of
-from pipeline.sizing.first_config.fitting import Fit
-from pipeline.sizing.first_config.texts import TextMeasure
 from pipeline.sizing.meta_device import NotTracedError
 
 HOURS_ON_CPUS = 24.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.config.gate import GateSettings
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.sizing.first_config.texts import TextMeasure
-from pipeline.sizing.first_config.wanted import FirstRun
+from pipeline.extensions.first_config.texts import TextMeasure
+from pipeline.extensions.first_config.wanted import FirstRun
 
 _CHATS_HELDOUT = 0.01
 _GATE_TEXT = 4

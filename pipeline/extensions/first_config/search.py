@@ -8,15 +8,15 @@ from typing import Any, TypeAlias
 import torch
 
 from pipeline.errors import LayoutError
-from pipeline.model.spec import DecoderSpec
-from pipeline.sizing.cluster import GIB, Cluster
-from pipeline.sizing.first_config.fitting import (
+from pipeline.extensions.first_config.fitting import (
     Fit,
     Fitting,
     LayoutSettings,
     layouts,
     needed_memory_gib,
 )
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import GIB, Cluster
 
 ValuesOf: TypeAlias = Callable[[int, dict[str, Any]], dict[str, Any]]
 """Makes the settings of a run from the length of a sequence and the section `method`."""

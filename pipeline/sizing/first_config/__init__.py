@@ -1,1 +1,0 @@
-"""What `scale-cpt config init` proposes: `propose.py` puts the sections together."""

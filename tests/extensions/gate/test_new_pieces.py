@@ -79,6 +79,7 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
         "gate": {
             "tokens": 3000,
             "max_open_fraction": 0.01,
+            "threshold_rule": "max_open_fraction",
             "splices": True,
             "negatives_file": None,
         },

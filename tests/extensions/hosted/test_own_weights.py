@@ -174,5 +174,5 @@ def test_a_map_that_the_base_no_longer_calls_is_refused_by_name(base, monkeypatc
     model = hosted(folder, noise=NOISE, **OWN)
     mlp = model.base.get_submodule("model.layers.1.mlp")
     monkeypatch.setattr(mlp, "forward", lambda x: x)
-    with pytest.raises(BaseModelError, match=r"layer 1: mlp\.down_proj has weights of open"):
+    with pytest.raises(BaseModelError, match=r"layer 1: mlp\.down_proj has open weights"):
         model.logits(some_tokens(folder.spec, 1, 8))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
-from pipeline.extensions.gate.changes import document_texts
-from pipeline.extensions.gate.documents import Packer, Piece
+from pipeline.extensions.gate.documents import Packer, Piece, document_texts
 from pipeline.extensions.gate.fitting_text import FittingText
 from pipeline.extensions.gate.windows import Windows, joined
 

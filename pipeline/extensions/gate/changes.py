@@ -103,15 +103,3 @@ def _words(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _text(words: Sequence[str]) -> str:
     return "".join(words).strip()
-
-
-def document_texts(windows: Windows, tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of the windows, without special tokens between documents."""
-    for row in range(len(windows)):
-        for document in windows.document_ids[row].unique():
-            is_document = (windows.document_ids[row] == document) & windows.present[row]
-            ids: list[int] = []
-            for token in windows.tokens[row][is_document].tolist():
-                if token not in tokenizer.reference.added_ids:
-                    ids.append(token)
-            yield tokenizer.decode(ids)

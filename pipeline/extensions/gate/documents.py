@@ -1,8 +1,8 @@
-"""Documents of labelled pieces of text, packed into windows as corpora are."""
+"""Documents of labelled pieces of text, packed into windows as corpora are, and read back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,3 +83,15 @@ def _labels(
     count = min(len(labels), len(whole))
     whole[:count] = labels[:count]
     return torch.from_numpy(whole).view(windows.tokens.shape)
+
+
+def document_texts(windows: Windows, tokenizer: Tokenizer) -> Iterator[str]:
+    """The texts of the windows, without special tokens between documents."""
+    for row in range(len(windows)):
+        for document in windows.document_ids[row].unique():
+            is_document = (windows.document_ids[row] == document) & windows.present[row]
+            ids: list[int] = []
+            for token in windows.tokens[row][is_document].tolist():
+                if token not in tokenizer.reference.added_ids:
+                    ids.append(token)
+            yield tokenizer.decode(ids)

@@ -22,8 +22,8 @@ from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError, PreservationError
 from pipeline.extensions.gate.base_spelling import with_base_spelling
-from pipeline.extensions.gate.changes import CHANGES, change_windows, document_texts
-from pipeline.extensions.gate.documents import Packer
+from pipeline.extensions.gate.changes import CHANGES, change_windows
+from pipeline.extensions.gate.documents import Packer, document_texts
 from pipeline.extensions.gate.effect import measure
 from pipeline.extensions.gate.fit import area_under_roc
 from pipeline.extensions.gate.fitting import BaseStream, Fit, fit_on
@@ -150,8 +150,8 @@ def _fitting_text(config: RunConfig, settings: GateSettings, tokenizer: Tokenize
         first_new = vocabulary.base_rows
     text = read_fitting_text(config, settings, tokenizer.fingerprint, sampled_fingerprint)
     if first_new is not None:
-        packer = Packer(tokenizer, config.data.sequence_length, config.data.document_mask)
-        text = with_base_spelling(text, tokenizer, load_tokenizer(config.base), packer)
+        base_tokenizer = load_tokenizer(config.base)
+        text = with_base_spelling(text, tokenizer, base_tokenizer, _packer(config, tokenizer))
     file = negatives_file(settings)
     if file is not None:
         text = with_kinds(
@@ -216,15 +216,19 @@ def _changes(
         document_texts(unused.rows(is_of_corpora & is_new), tokenizer),
         tokenizer,
         _template(config),
-        Packer(tokenizer, config.data.sequence_length, config.data.document_mask),
+        _packer(config, tokenizer),
     )
     if windows is None:
         return {}
-    if config.vocabulary is not None:
-        # New tokens are open whatever their score.
-        windows = windows.without_tokens_from(read_vocabulary(config.vocabulary.folder).base_rows)
+    # New tokens are open whatever their score.
+    windows = windows.without_tokens_from(models.trained.output.base_columns)
     is_open = (stream.scores(windows, gate) > gate.threshold) | gate.opens_id(windows.tokens)
     return kind_figures(models, gate, windows, is_open, CHANGES, config)
+
+
+def _packer(config: RunConfig, tokenizer: Tokenizer) -> Packer:
+    """What cuts documents into windows as the run's corpora are cut."""
+    return Packer(tokenizer, config.data.sequence_length, config.data.document_mask)
 
 
 def _template(config: RunConfig) -> ChatTemplate | None:

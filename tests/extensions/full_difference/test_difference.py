@@ -29,6 +29,7 @@ from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packe
 from pipeline.hf.write import write_hf_folder
 from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, without_this_project
+from tests.extensions.gate.gates import Opens, random_gate
 from tests.files import change_json
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -47,27 +48,11 @@ def trained_together(models):
     models.train([(name, "fft") for name in BASES])
 
 
-def gate_of(model: TrainedModel, features: GateFeatures, opens: str) -> FittedGate:
+def gate_of(model: TrainedModel, features: GateFeatures, opens: Opens) -> FittedGate:
     """A random gate that reads the base's stream; "sometimes" opens for half of some tokens."""
-    random = torch.Generator().manual_seed(3)
-    size = model.spec.widths.hidden_size * (1 if features == "token" else 2)
-    gate = FittedGate(
-        layer=LAYER,
-        features=features,
-        mean=0.1 * torch.randn(size, generator=random),
-        std=0.5 + torch.rand(size, generator=random),
-        weight=torch.randn(size, generator=random),
-        bias=0.3,
-        threshold={"never": 1e30, "always": -1e30}.get(opens, 0.0),
-    )
-    if opens != "sometimes":
-        return gate
     base = replace(model, untrained=True).loaded(torch.float32, torch.device("cpu"))
     tokens = some_tokens(model.spec, 4, LENGTH)
-    ordered = gate.scores(base.base_stream(tokens, layer=LAYER)).flatten().sort().values
-    middle = ordered[len(ordered) // 4 : -len(ordered) // 4]
-    widest = int(middle.diff().argmax())  # no token stands at the threshold
-    return replace(gate, threshold=float(middle[widest : widest + 2].mean()))
+    return random_gate(base, tokens, features=features, layer=LAYER, opens=opens)
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,13 @@ def random_gate(
 
     "sometimes" opens for about half of `tokens`.
     """
-    assert model.plan is not None
+    if layer is None:
+        assert model.plan is not None
+        layer = model.plan.default_gate_layer
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)
     gate = FittedGate(
-        layer=model.plan.default_gate_layer if layer is None else layer,
+        layer=layer,
         features=features,
         mean=0.1 * torch.randn(size, generator=random),
         std=0.5 + torch.rand(size, generator=random),

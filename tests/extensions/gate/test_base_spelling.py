@@ -9,8 +9,7 @@ from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.extensions.gate.base_spelling import with_base_spelling
-from pipeline.extensions.gate.changes import document_texts
-from pipeline.extensions.gate.documents import Packer, Piece
+from pipeline.extensions.gate.documents import Packer, Piece, document_texts
 from pipeline.extensions.gate.fitting_text import FittingText
 from pipeline.extensions.gate.windows import joined
 from tests.bases import STORIES

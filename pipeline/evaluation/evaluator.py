@@ -27,7 +27,7 @@ class Evaluator(ABC):
         help: one line for the option that chooses it.
         after: the option that this one follows in `--help`.
         title: of the group of its further options in `--help`.
-        scores_runs: whether it also scores a run; then it has `run_evaluation`, and `summary.json` has an
+        scores_runs: whether it also scores a run; then it has `run_evaluation`, and summary.json an
             entry of the name of its option.
     """
 

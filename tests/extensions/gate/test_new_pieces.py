@@ -78,13 +78,15 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
         "vocabulary": {"folder": str(folder / "tokenizer")},
         "gate": {
             "tokens": 3000,
-            "max_open_fraction": 0.01,
-            "threshold_rule": "max_open_fraction",
+            "max_cost": 0.05,
             "splices": True,
             "negatives_file": None,
         },
         "method__norm": "base",
         "schedule__learning_rate": 0.02,
+        # A closed token of new text costs this small base 14 nats, and some of 100 close: with few
+        # sequences the costs, by which the threshold is chosen, are chance.
+        "validation__max_sequences": 200,
         **changes,
     }
     tokenize_corpora(load_config(write_config(folder / "run", folder / "tokens", **settings)))
@@ -96,9 +98,7 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run with a vocabulary and a gate."""
-    return train_extended(
-        tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20), validation__max_sequences=60
-    )
+    return train_extended(tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20))
 
 
 @torch.no_grad()
@@ -116,9 +116,10 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     assert done["step0_max_abs_logit_difference"] == 0.0
     record, _ = fit_gate(second)
     english = record.heldout["english"]
-    # A gate of a few steps may open for a token of English; where it does not, the logits are the
+    # A gate of a few steps opens for some tokens of English; where it does not, the logits are the
     # base's.
-    assert english.closed_sequences >= english.sequences - 1
+    assert english.sequences == 200 and english.closed_sequences > 100
+    assert english.open_fraction < 0.05
     assert record.closed_max_abs_logit_difference == 0.0
     assert convert(latest_conversion(second), probe_maker(*run_sources(second)))
 
@@ -129,6 +130,8 @@ def test_own_rows_of_old_tokens_stand_beside_the_rows_of_new_ones(tmp_path):
         "method__own_rows": {"min_count": 5},
         "method__own_gains": True,
         "method__low_rank": 2,
+        # At 0.02 the merged model is one in which roundings grow tenfold.
+        "schedule__learning_rate": 0.005,
     }
     run = train_extended(tmp_path, STORIES, 60, slice(20), schedule__steps=3, **own)
     config = load_config(run)

@@ -52,10 +52,9 @@ class OwnInput:
     layer: nn.Module
     difference: Tensor
 
-    def added_to(self, streams: Streams, open_tokens: OpenTokens) -> Streams:
-        """The streams with the difference in the x of open tokens."""
-        x, x_up = streams
-        return open_tokens.add(x, lambda: self.difference), x_up
+    def added_to(self, x: Tensor, open_tokens: OpenTokens) -> Tensor:
+        """x with the difference of open tokens."""
+        return open_tokens.add(x, lambda: self.difference)
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,15 @@ class LayerPass:
     ) -> Streams:
         """One layer. x: [B, S, D], x_up: [B, S, U] -> the same shapes; `open_tokens` as in
         `DecoderLayer`."""
+        x, x_up = streams
         if self.own_input is not None and self.own_input.layer is layer:
-            streams = self.own_input.added_to(streams, open_tokens)
+            x = self.own_input.added_to(x, open_tokens)
         result: Streams
         context = self.contexts[layer.kind]
         if torch.is_grad_enabled() and self.is_recomputed(layer):
-            result = self.recomputed(layer, *streams, context, open_tokens)
+            result = self.recomputed(layer, x, x_up, context, open_tokens)
         else:
-            result = layer(*streams, context, open_tokens)
+            result = layer(x, x_up, context, open_tokens)
         return result
 
 

@@ -268,9 +268,8 @@ def _with_own_input(
     if own is None or own.layer is not added or current.open_tokens.none:
         return arguments, options
     if arguments:
-        x, _ = own.added_to((arguments[0], None), current.open_tokens)
-        return (x, *arguments[1:]), options
-    x, _ = own.added_to((options[HIDDEN_STATES], None), current.open_tokens)
+        return (own.added_to(arguments[0], current.open_tokens), *arguments[1:]), options
+    x = own.added_to(options[HIDDEN_STATES], current.open_tokens)
     return arguments, {**options, HIDDEN_STATES: x}
 
 

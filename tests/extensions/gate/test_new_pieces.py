@@ -95,6 +95,12 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
     return path
 
 
+def closed_so_far(logits: torch.Tensor) -> int:
+    """How many tokens come before the first one that is open: logits [1, S, V] of an export."""
+    is_closed = (logits[0, :, 512:] == NEVER).all(dim=-1)
+    return int(is_closed.long().cummin(0).values.sum())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run with a vocabulary and a gate."""
@@ -175,17 +181,25 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
         reference(STORIES),
         load_tokenizer(folder),
     )
-    story = "Once upon a time there was a little girl who lived in a small house."
-    tokens = torch.tensor(
-        [[*tokenizer.before_document, *tokenizer.reference.encode([story]).ids.tolist()]]
-    )
-    logits, of_base = model(tokens).logits, base(tokens).logits
-    assert_near(logits[..., :512], of_base, PARITY)  # another class of transformers
-    assert (logits[..., 512:] == NEVER).all()
-    assert torch.equal(
-        generate_greedily(model, tokens, new_tokens=12),
-        generate_greedily(base, tokens, new_tokens=12),
-    )
+    stories = []
+    for story in list(texts([str(STORIES_HELDOUT)]))[:20]:
+        ids = tokenizer.reference.encode([story]).ids.tolist()
+        stories.append(torch.tensor([[*tokenizer.before_document, *ids[:40]]]))
+    closed_tokens = 0
+    for tokens in stories:
+        logits, of_base = model(tokens).logits, base(tokens).logits
+        closed = closed_so_far(logits)
+        closed_tokens += closed
+        if closed:
+            # Another class of transformers: nearly the same, not to the bit.
+            assert_near(logits[:, :closed, :512], of_base[:, :closed], PARITY)
+    assert closed_tokens > 0.6 * sum(tokens.shape[1] for tokens in stories)
+    prompt = next(one[:, :12] for one in stories if closed_so_far(model(one).logits) > 16)
+    written = generate_greedily(model, prompt, new_tokens=12)
+    closed = closed_so_far(model(written).logits)
+    assert closed > prompt.shape[1]
+    of_base = generate_greedily(base, prompt, new_tokens=12)
+    assert torch.equal(written[:, : closed + 1], of_base[:, : closed + 1])
     review = next(texts([str(REVIEWS_HELDOUT)]))
     ids = torch.tensor([tokenizer.reference.encode([review]).ids.tolist()])
     assert (ids >= 512).any() and (

@@ -13,5 +13,6 @@ NAMES = (
     "report",
     "first_config",
     "tasks",
+    "chats",
 )
 """In the order in which the core asks them."""

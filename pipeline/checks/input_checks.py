@@ -76,12 +76,6 @@ def check_trackers(inputs: RunInputs) -> None:
             )
 
 
-def check_tasks(inputs: RunInputs) -> None:
-    """The tasks of `validation.tasks` exist, with their documents."""
-    if inputs.config.validation.tasks:
-        _ = inputs.tasks
-
-
 def check_heldout_texts(inputs: RunInputs) -> None:
     """The run has held-out text to score."""
     check_heldout(inputs.config)

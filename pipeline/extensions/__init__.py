@@ -12,6 +12,7 @@ NAMES = (
     "full_difference",
     "report",
     "first_config",
+    "tasks",
     "compatibility",
 )
 """In the order in which the core asks them."""

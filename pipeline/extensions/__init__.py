@@ -14,5 +14,6 @@ NAMES = (
     "first_config",
     "tasks",
     "chats",
+    "compatibility",
 )
 """In the order in which the core asks them."""

@@ -131,9 +131,7 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
         family=recorded["model_type"],
         vocab_size=output_map.get_parameter("weight").shape[0],
         layers=(layer,) * len(structure.layers),
-        widths=Widths(
-            structure.hidden_size, getattr(text, "intermediate_size", None) or 0, heads, kv_heads
-        ),
+        widths=Widths(structure.hidden_size, _intermediate_size(text), heads, kv_heads),
         head_dim=head_dim,
         norm="rmsnorm",
         norm_eps=first_entry(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
@@ -148,6 +146,12 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
         logit_scale=output.scale,
         output_map_bias=getattr(output_map, "bias", None) is not None,
     )
+
+
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """The width of the base's FFNs: the largest, where each layer has one of its own (Gemma 3n)."""
+    size = getattr(config, "intermediate_size", None) or 0
+    return max(size) if isinstance(size, list) else size
 
 
 def _head_dim(config: PretrainedConfig, hidden_size: int, heads: int) -> int:

@@ -16,6 +16,7 @@ from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.extensions.hosted.unsupported import check_hosted_method
 from pipeline.gating.folder import open_gate
 from pipeline.methods.build_model import build_model
+from pipeline.model.bases import check_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
 from tests.extensions.gate.gates import random_gate
@@ -99,6 +100,9 @@ def test_a_base_with_several_residual_streams_has_no_gate(tokens, tmp_path):
         }
     )
     assert not spec.structure.has_one_stream
+    # The configuration class has a size of each layer.
+    assert spec.widths.intermediate_size == 96
+    check_dtype(spec, torch.bfloat16)
     config = load_config(write_config(tmp_path, tokens, method=ADAPT, gate={"tokens": 100}))
     with pytest.raises(ConfigError, match=r"gate: .*model_type gemma3n_text\) with several"):
         build_model(config, spec, SINGLE)

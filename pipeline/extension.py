@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from pipeline.checks.inputs import RunInputs
     from pipeline.config.base import BaseCode
     from pipeline.errors import UserError
+    from pipeline.training.observer import Observer
+    from pipeline.training.trainer import Trainer
 
 OWN_EXTENSIONS = "pipeline.extensions"
 """The package that lists the project's own extensions, by name only: the core imports none."""
 ENTRY_POINT = "scale_cpt.extensions"
 """The group of entry points by which other distributions offer extensions."""
 
-CheckedStage = Literal["tokenize", "train", "dry run"]
-"""Who makes a check: tokenization, training, or the dry run."""
+CheckedStage = Literal["every stage", "tokenize", "train", "dry run"]
+"""Who makes a check: tokenization, training, the dry run, or each of them before its own."""
 InputCheck: TypeAlias = "Callable[[RunInputs], list[UserError] | None]"
 """Checks a run's configuration and files; raises a UserError, or returns several."""
 
@@ -125,7 +127,8 @@ class Extension:
     def input_checks(self, stage: CheckedStage) -> Sequence[InputCheck]:
         """Checks of a run's configuration and files that are made for `stage`, in this order.
 
-        They come after the core's.
+        They come after the core's for `stage`. Those for "every stage" come first of all: they need
+        no base and no tokenizer.
         """
         return ()
 
@@ -149,6 +152,21 @@ class Extension:
 
     def export_formats(self) -> Mapping[str, OfferedFormat]:
         """Formats in which `scale-cpt convert` writes a trained model, by name."""
+        return {}
+
+    def observers(self, trainer: Trainer) -> Sequence[Observer]:
+        """Observers of a run that measure: what they add to the figures of a step is logged.
+
+        Every rank asks for them. They come after the core's that may change the run.
+        """
+        return ()
+
+    def evaluators(self) -> Mapping[str, str]:
+        """What `scale-cpt evaluate` scores models by, beside texts: `tasks` for its option --tasks.
+
+        Each is where its `pipeline.evaluation.evaluator.Evaluator` is, as `module:name`. The module
+        is imported with the command's options.
+        """
         return {}
 
 

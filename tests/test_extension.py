@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ExtensionError
+from pipeline.evaluation import evaluator
 from pipeline.extension import ENTRY_POINT, Extension, extensions, load_object
 from pipeline.extensions import NAMES
 from pipeline.model import bases
+from tests.bases import STORIES
 
 GREETING = '''
 """Greets.
@@ -40,6 +43,30 @@ class Greeting(Extension):
 
 EXTENSION = Greeting()
 '''
+
+
+EVALUATOR = """
+from pipeline.evaluation.evaluator import Evaluator
+
+
+class Words(Evaluator):
+    help = "words to count the letters of"
+    title = "lengths of words"
+
+    def add_options(self, group):
+        group.add_argument("--twice", action="store_true", help="count them twice")
+
+    def scores(self, arguments):
+        letters = sum(len(word) for word in arguments.words)
+        return {str(model): letters * (1 + arguments.twice) for model in arguments.model}
+
+    def table(self, scores):
+        return ", ".join(f"{count} letters" for count in scores.values())
+
+
+WORDS = Words()
+Greeting.evaluators = lambda self: {"words": "greeting:WORDS"}
+"""
 
 
 def distribution(
@@ -111,6 +138,37 @@ def test_a_kind_of_bases_that_cannot_be_chosen_is_refused(monkeypatch, code, mes
     with pytest.raises(ExtensionError) as fault:
         bases.offered_kinds.__wrapped__()
     assert str(fault.value) == f"extension greeting: {message}"
+
+
+@pytest.mark.parametrize("name", ["data", "tasks"])
+def test_an_evaluator_of_a_name_that_is_taken_is_refused(monkeypatch, name):
+    class Scores(Extension):
+        def evaluators(self):
+            return {name: "greeting:SCORES"}
+
+    Scores.name = "greeting"
+    assert "tasks" in evaluator.evaluators()
+    monkeypatch.setattr(evaluator, "extensions", lambda: (*extensions(), Scores()))
+    with pytest.raises(ExtensionError) as fault:
+        evaluator.evaluators.__wrapped__()
+    assert str(fault.value) == (
+        f"extension greeting: its evaluator {name} is there already; give it another name"
+    )
+
+
+def test_an_evaluator_of_another_distribution_scores_models(tmp_path):
+    installed = distribution(tmp_path)
+    with (installed / "greeting.py").open("a") as file:
+        file.write(EVALUATOR)
+    listed = scale_cpt(installed, "evaluate", "--help").stdout
+    assert "--words WORDS [WORDS ...]" in listed and "\nlengths of words:\n  --twice " in listed
+    asked = ("evaluate", "--model", str(STORIES), "--words", "a", "bcd")
+    done = scale_cpt(installed, *asked, "--twice")
+    assert (done.returncode, done.stdout) == (0, "8 letters\n"), done.stderr
+    done = scale_cpt(installed, *asked, "--json")
+    assert json.loads(done.stdout) == {str(STORIES): 4}
+    done = scale_cpt(installed, *asked, "--data", "a.jsonl")
+    assert "name a run, or --model with one of --data, --tasks, " in done.stderr
 
 
 def test_the_core_names_no_decoder_of_an_extension():

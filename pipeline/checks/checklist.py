@@ -32,7 +32,6 @@ from pipeline.checks.input_checks import (
     check_samples,
     check_samples_or_folder,
     check_start,
-    check_tasks,
     check_texts,
     check_tokenizer,
     check_trackers,
@@ -65,7 +64,6 @@ _CONFIG_CHECKS: tuple[InputCheck, ...] = (
     check_deepspeed_config,
     check_profile,
     check_trackers,
-    check_tasks,
 )
 _BASE_CHECKS: tuple[InputCheck, ...] = (
     check_base,
@@ -77,7 +75,6 @@ _BASE_CHECKS: tuple[InputCheck, ...] = (
 
 # Tokenization takes hours. So it begins with all checks of training that can be made before it.
 _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
-    *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
     check_own_rows,
@@ -86,7 +83,6 @@ _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
 )
 
 _TRAIN_CHECKS: tuple[InputCheck, ...] = (
-    *_CONFIG_CHECKS,
     *_BASE_CHECKS,
     check_samples,
     check_trained_expansion,
@@ -95,7 +91,6 @@ _TRAIN_CHECKS: tuple[InputCheck, ...] = (
 
 # The checks of both stages, as far as they can be made before any stage has run.
 _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
-    *_CONFIG_CHECKS,
     check_heldout_texts,
     *_BASE_CHECKS,
     check_own_rows,
@@ -109,6 +104,7 @@ _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
 )
 
 _CORE_CHECKS: dict[CheckedStage, tuple[InputCheck, ...]] = {
+    "every stage": _CONFIG_CHECKS,
     "tokenize": _TOKENIZE_CHECKS,
     "train": _TRAIN_CHECKS,
     "dry run": _DRY_RUN_CHECKS,
@@ -143,11 +139,17 @@ def check_stage(
 
 
 def input_checks(stage: CheckedStage) -> list[InputCheck]:
-    """The checks that are made for a stage: the core's, then those of the extensions."""
-    checks = list(_CORE_CHECKS[stage])
-    for extension in extensions():
-        checks += extension.input_checks(stage)
-    return checks
+    """The checks that are made for a stage, each once: those of every stage, then its own.
+
+    Of both the core's come first, then those of the extensions.
+    """
+    checks: list[InputCheck] = []
+    made_for: tuple[CheckedStage, ...] = ("every stage", stage)
+    for asked in made_for:
+        checks += _CORE_CHECKS[asked]
+        for extension in extensions():
+            checks += extension.input_checks(asked)
+    return list(dict.fromkeys(checks))
 
 
 def faults_of(inputs: RunInputs) -> list[UserError]:

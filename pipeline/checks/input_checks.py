@@ -76,12 +76,6 @@ def check_trackers(inputs: RunInputs) -> None:
             )
 
 
-def check_tasks(inputs: RunInputs) -> None:
-    """The tasks of `validation.tasks` exist, with their documents."""
-    if inputs.config.validation.tasks:
-        _ = inputs.tasks
-
-
 def check_flash_attention(inputs: RunInputs) -> None:
     """FlashAttention 4 is installed and fits, where `flash_attention` asks for it."""
     _ = inputs.flash_attention

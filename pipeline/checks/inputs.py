@@ -38,8 +38,6 @@ from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
 from pipeline.errors import DamagedCheckpointError, UserError
-from pipeline.evaluation.benchmarks import Tasks
-from pipeline.evaluation.training_tasks import load_training_tasks
 from pipeline.methods.build_model import build_model
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow
@@ -87,8 +85,7 @@ class Samples(NamedTuple):
 class RunInputs:
     """The inputs of a run. A property is opened when it is first read, and may raise a UserError.
 
-    Rank 0 opens the inputs and broadcasts them to the other ranks, except the tokenizer and
-    lm-eval's tasks.
+    Rank 0 opens the inputs and broadcasts them to the other ranks, except the tokenizer.
 
     Args:
         config: The run.
@@ -107,8 +104,6 @@ class RunInputs:
         # It has objects of Rust and C++ libraries, some of which cannot be pickled. The other ranks
         # need its fingerprint only.
         state.pop("tokenizer", None)
-        # lm-eval runs on rank 0 only.
-        state.pop("tasks", None)
         return state
 
     def get_or_none(self, name: str) -> Any:
@@ -198,11 +193,6 @@ class RunInputs:
     def tokenizer_fingerprint(self) -> str:
         """Equal for tokenizers that produce equal ids."""
         return self.tokenizer.fingerprint
-
-    @cached_property
-    def tasks(self) -> Tasks:
-        """lm-eval's tasks of `validation.tasks`, with their documents."""
-        return load_training_tasks(self.config)
 
     @cached_property
     def compared_texts(self) -> list[str]:

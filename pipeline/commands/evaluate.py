@@ -15,7 +15,6 @@ and on --chats if they are given. The scores are written to <folder>/summary.jso
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import get_args
 
 from pipeline import log
@@ -28,12 +27,12 @@ from pipeline.command_line import (
     named_files,
     non_negative,
     positive,
-    whole_number,
 )
 from pipeline.config.run import load_config
 from pipeline.data.sources.records import Keys, SpecialTokens
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError
+from pipeline.evaluation.evaluator import TEXTS, evaluators
 from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
@@ -48,12 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="Hugging Face folders, or models on the hub",
     )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        default=[],
-        help="benchmarks of lm-eval, such as kobest_boolq kobest_copa arc_easy blimp",
-    )
+    _add_evaluators(parser, after="--model")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -62,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="texts for perplexity: JSONL, .txt, Parquet, each with a name for the table (default: "
         "the file's)",
     )
+    _add_evaluators(parser, after="--data")
     parser.add_argument(
         "--chats",
         nargs="+",
@@ -80,8 +75,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_perplexity_options(parser.add_argument_group("perplexity"))
-    _add_benchmark_options(parser.add_argument_group("benchmarks"))
+    for evaluator in evaluators().values():
+        evaluator.add_options(parser.add_argument_group(evaluator.title))
     _add_chat_options(parser.add_argument_group("chats"))
+
+
+def _add_evaluators(parser: argparse.ArgumentParser, *, after: str) -> None:
+    """Adds the options that choose the evaluators which follow the option `after`."""
+    for name, evaluator in evaluators().items():
+        if evaluator.after == after:
+            parser.add_argument(f"--{name}", nargs="+", default=[], help=evaluator.help)
 
 
 def _add_perplexity_options(group: argparse._ArgumentGroup) -> None:
@@ -108,34 +111,6 @@ def _add_perplexity_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_benchmark_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--include-path",
-        type=Path,
-        metavar="DIR",
-        help="a folder of your own lm-eval tasks; RUNS the Python code that they name",
-    )
-    group.add_argument(
-        "--few-shot",
-        type=whole_number(0, 64),
-        metavar="N",
-        help="solved examples before each question",
-    )
-    group.add_argument(
-        "--limit",
-        type=positive,
-        help="ask only the first questions of each task, at most this many",
-    )
-    group.add_argument(
-        "--batch-size", type=positive, default=16, help="answers scored at a time (default: 16)"
-    )
-    group.add_argument(
-        "--chat-template",
-        action="store_true",
-        help="ask as a user does, framed by the tokenizer's chat template",
-    )
-
-
 def _add_chat_options(group: argparse._ArgumentGroup) -> None:
     add_chat_date_option(group)
     group.add_argument(
@@ -147,17 +122,19 @@ def _add_chat_options(group: argparse._ArgumentGroup) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    for_models = [TEXTS, *evaluators()]
+    options = f"--{', --'.join(for_models)}"
     if arguments.run:
-        if arguments.model or arguments.data or arguments.tasks:
+        if arguments.model or any(getattr(arguments, name) for name in for_models):
             raise ConfigError(
                 "a run is scored on its own held-out texts, and on --chats; to score models on "
-                "--data, --tasks or --chats, name them as --model, without a run"
+                f"{options} or --chats, name them as --model, without a run"
             )
         _evaluate_run(arguments)
         return
-    scored_on = [name for name in ("data", "tasks", "chats") if getattr(arguments, name)]
+    scored_on = [name for name in (*for_models, "chats") if getattr(arguments, name)]
     if not arguments.model or len(scored_on) != 1:
-        raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
+        raise ConfigError(f"name a run, or --model with one of {options} and --chats")
     models = ", ".join(str(model) for model in arguments.model)
     _logger.info("evaluating %s: loading the libraries, then each model", models)
     from pipeline.hf.load import check_hf_config
@@ -167,10 +144,12 @@ def main(arguments: argparse.Namespace) -> None:
         check_hf_config(model, trust_remote_code=arguments.trust_remote_code)
     if arguments.data:
         print(_score_texts(arguments))
-    elif arguments.tasks:
-        print(_run_benchmarks(arguments))
-    else:
+    elif arguments.chats:
         print(_score_chats(arguments))
+    else:
+        evaluator = evaluators()[scored_on[0]]
+        scores = evaluator.scores(arguments)
+        print(as_json(scores) if arguments.json else evaluator.table(scores))
 
 
 def _evaluate_run(arguments: argparse.Namespace) -> None:
@@ -231,25 +210,3 @@ def _score_chats(arguments: argparse.Namespace) -> str:
             chat_date=arguments.chat_date,
         )
     return as_json(scores) if arguments.json else table(*chat_rows(scores))
-
-
-def _run_benchmarks(arguments: argparse.Namespace) -> str:
-    from pipeline.evaluation.benchmarks import benchmark_model, comparison, load_tasks, task_results
-
-    tasks = load_tasks(
-        arguments.tasks,
-        include=arguments.include_path,
-        few_shot=arguments.few_shot,
-        limit=arguments.limit,
-    )
-    results = {}
-    for model in arguments.model:
-        loaded = benchmark_model(
-            model,
-            batch_size=arguments.batch_size,
-            prefix=arguments.prefix,
-            trust_remote_code=arguments.trust_remote_code,
-            chat_template=arguments.chat_template,
-        )
-        results[str(model)] = task_results(loaded, tasks, chat_template=arguments.chat_template)
-    return as_json(results) if arguments.json else comparison(results)

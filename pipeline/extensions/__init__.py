@@ -12,5 +12,6 @@ NAMES = (
     "full_difference",
     "report",
     "first_config",
+    "tasks",
 )
 """In the order in which the core asks them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.extension import extensions
 from pipeline.observers.drift import Drift
 from pipeline.observers.early_stop import EarlyStop
 from pipeline.observers.heldout_lines import HeldoutLines
@@ -9,7 +10,6 @@ from pipeline.observers.limits import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
 from pipeline.observers.performance import PerformanceMetrics, Profiler
 from pipeline.observers.prompts import PromptTexts
-from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer
@@ -27,12 +27,12 @@ def make_observers(trainer: Trainer) -> list[Observer]:
         Drift(trainer),
         ForgettingBudget(config),
         EarlyStop(config),
-        # After the early stop, which decides what the last validation is.
-        TaskScores(trainer),
-        PromptTexts(trainer),
-        PerformanceMetrics(trainer),
-        Profiler(trainer),
     ]
+    # After the early stop, which decides what the last validation is.
+    for extension in extensions():
+        observers += extension.observers(trainer)
+    # After what takes time: their clocks and texts are of the whole step.
+    observers += [PromptTexts(trainer), PerformanceMetrics(trainer), Profiler(trainer)]
     if trainer.rank == 0:
         observers.append(HeldoutLines(config))
         observers.append(MetricsFiles(config.folder, step, trainer.stages))

@@ -13,15 +13,15 @@ from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 
 _MUCH_FORGOTTEN = 1.0
 """The growth of a replay corpus's perplexity from which a run without a budget warns: doubled."""
-_NO_TASKS = ("seconds", "kl_from_base", "changed_top_tokens", "forgetting")
+_OF_THE_CORE = ("seconds", "kl_from_base", "changed_top_tokens", "forgetting")
 _logger = log.get_logger(__name__)
 
 
 class HeldoutLines(Observer):
-    """Logs perplexities and tasks, for rank 0."""
+    """Logs perplexities and what extensions have measured, for rank 0."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._tasks_at_start: dict[str, float] = {}
+        self._others_at_start: dict[str, float] = {}
         self._has_budget = config.forgetting.max_increase is not None
         self._of = "held-out perplexity"
         if config.gate is not None:
@@ -29,22 +29,22 @@ class HeldoutLines(Observer):
             self._of += " without the gate"
         start = validation_at_start(config.folder / METRICS)
         if start is not None:
-            self._tasks_at_start = _tasks(only_numbers(start))
+            self._others_at_start = _others(only_numbers(start))
 
     def on_step(self, event: StepEvent) -> None:
         if event.step != 0:
             return
-        self._tasks_at_start = _tasks(event.figures)
+        self._others_at_start = _others(event.figures)
         parts: list[str] = []
         for name, value in event.figures.items():
             figure, _, corpus = name.partition("/")
             if figure == "perplexity":
                 parts.append(f"{corpus} {readable(value)}")
-        parts += [f"{name} {value:.3f}" for name, value in self._tasks_at_start.items()]
+        parts += [f"{name} {value:.3f}" for name, value in self._others_at_start.items()]
         _logger.info("before the first step: %s: %s", self._of, ", ".join(parts))
 
     def on_validation(self, event: ValidationEvent) -> None:
-        parts = [*self._corpora(event), *self._tasks(event.figures)]
+        parts = [*self._corpora(event), *self._others(event.figures)]
         line = f"step {event.position.step}: {self._of}: {', '.join(parts)}"
         forgotten = _most_forgotten(event.figures)
         if forgotten is None or self._has_budget:
@@ -62,16 +62,19 @@ class HeldoutLines(Observer):
                 text += f" (at first {readable(perplexity(initial))})"
             yield text
 
-    def _tasks(self, figures: Mapping[str, float]) -> Iterator[str]:
-        for name, value in _tasks(figures).items():
+    def _others(self, figures: Mapping[str, float]) -> Iterator[str]:
+        for name, value in _others(figures).items():
             text = f"{name} {value:.3f}"
-            if name in self._tasks_at_start:
-                text += f" (at first {self._tasks_at_start[name]:.3f})"
+            if name in self._others_at_start:
+                text += f" (at first {self._others_at_start[name]:.3f})"
             yield text
 
 
-def _tasks(figures: Mapping[str, float]) -> dict[str, float]:
-    """The results of lm-eval's tasks among the figures of a step, by `<metric>/<task>`."""
+def _others(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures that observers of extensions have added to those of a step.
+
+    Such as the results of tasks, `<metric>/<task>`.
+    """
     corpora: set[str] = set()
     for name in figures:
         figure, _, corpus = name.partition("/")
@@ -80,7 +83,7 @@ def _tasks(figures: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in figures.items():
         figure, _, of = name.partition("/")
-        if of and of not in corpora and figure not in _NO_TASKS:
+        if of and of not in corpora and figure not in _OF_THE_CORE:
             found[name] = value
     return found
 

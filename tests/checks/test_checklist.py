@@ -23,6 +23,7 @@ from pipeline.config.run import load_config
 from pipeline.data.dataset.samples import check_predicts
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, DataError
+from pipeline.extension import Extension
 from pipeline.methods.build_model import build_model
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
@@ -43,6 +44,23 @@ def test_a_dry_run_makes_every_check_of_the_stages():
         assert before_they_exist.get(check, check) in checklist.input_checks("dry run"), (
             check.__name__
         )
+
+
+def test_checks_of_every_stage_come_before_the_base_is_opened_and_once(monkeypatch):
+    def check_of_all(inputs: RunInputs) -> None:
+        """Nothing."""
+
+    class ForAll(Extension):
+        name = "for_all"
+
+        def input_checks(self, stage):
+            return [check_of_all]
+
+    monkeypatch.setattr(checklist, "extensions", lambda: (ForAll(),))
+    for stage in ("tokenize", "train", "dry run"):
+        checks = checklist.input_checks(stage)
+        assert checks.count(check_of_all) == 1
+        assert checks[: checks.index(check_of_all)] == list(checklist._CONFIG_CHECKS)
 
 
 def test_every_check_is_used_and_says_what_it_checks():

@@ -17,8 +17,8 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.conversion.request import Conversion
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
-from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
+from pipeline.extensions.tasks.benchmarks import benchmark_model
 from pipeline.hf.served_tokenizer import (
     check_export,
     check_future_export,

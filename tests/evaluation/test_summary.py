@@ -14,13 +14,11 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.conversion.request import Conversion
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
-from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
 from pipeline.evaluation.summary import summarise
 from pipeline.files.json_files import write_record
 from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
-from tests.evaluation.task_files import write_task_files
 from tests.extensions.gate.test_open_old_text import heldout, record_of
 from tests.extensions.self_generated.helpers import copied_stories
 from tests.texts import STORIES_HELDOUT, chat, write_chats
@@ -142,17 +140,6 @@ def test_chats_are_answered_without_scoring_the_texts_again_unless_something_cha
         (hf / "verification.json").read_text() + "\n"
     )  # another export
     assert scored(chats=[kept])[0] == first
-
-
-def test_an_exported_model_answers_benchmarks(run, tmp_path):
-    """In the scale format too, whose code is not part of transformers."""
-    exported = task_results(
-        benchmark_model(run / "hf"), load_tasks(["arc"], include=write_task_files(tmp_path))
-    )
-    assert [(result.metric, result.documents) for result in exported] == [
-        ("acc", 6),
-        ("acc_norm", 6),
-    ]
 
 
 def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):

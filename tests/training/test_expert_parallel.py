@@ -13,8 +13,8 @@ import pytest
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import RESUME_LATER
-from pipeline.evaluation.training_tasks import WrittenQuestion
-from pipeline.observers.tasks import TaskScores
+from pipeline.extensions.tasks.observer import TaskScores
+from pipeline.extensions.tasks.training_tasks import WrittenQuestion
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.extensions.self_generated.helpers import random_base

@@ -20,10 +20,10 @@ from pipeline.conversion.probe_texts import probe_maker
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, learn_extension, write_extension
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.extensions.combination.combine import combine
 from pipeline.extensions.gate.fit_run import fit_gate
+from pipeline.extensions.tasks.benchmarks import benchmark_model
 from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base
 from pipeline.scale_math import NEVER

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
-from pipeline.evaluation.training_tasks import Answer, Question, task_model
+from pipeline.extensions.tasks.training_tasks import Answer, Question, task_model
 from tests.bases import STORIES
 
 

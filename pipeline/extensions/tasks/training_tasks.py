@@ -14,7 +14,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.benchmarks import Tasks, load_tasks
+from pipeline.extensions.tasks.benchmarks import Tasks, load_tasks
 
 Question = tuple[list[int], list[int]]
 """The ids of a context, at least one, and the ids of a continuation."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import (
+from pipeline.extensions.tasks.benchmarks import (
     AVERAGE,
     Result,
     benchmark_model,
@@ -23,8 +23,8 @@ from pipeline.evaluation.benchmarks import (
     task_results,
 )
 from tests.bases import STORIES
-from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.extensions.self_generated.helpers import copied_stories
+from tests.extensions.tasks.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt
 
 pytestmark = pytest.mark.full

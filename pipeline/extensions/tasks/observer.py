@@ -10,8 +10,9 @@ import torch
 
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.evaluation.benchmarks import Result, task_results
-from pipeline.evaluation.training_tasks import Answer, Question, WrittenQuestion, task_model
+from pipeline.extensions.tasks.benchmarks import Result, task_results
+from pipeline.extensions.tasks.checks import tasks_of
+from pipeline.extensions.tasks.training_tasks import Answer, Question, WrittenQuestion, task_model
 from pipeline.observers.generation import likeliest_continuations, until_the_end
 from pipeline.parallel.ranks import broadcast_from_rank0, summed
 from pipeline.training.batches import MicroBatch
@@ -31,17 +32,16 @@ class TaskScores(Observer):
         self.trainer = trainer
         settings = trainer.config.validation
         self.every_steps = settings.every_steps * settings.tasks_every
-        self.is_asked = bool(settings.tasks)
-        if self.is_asked and trainer.rank == 0:
+        if trainer.rank == 0:
             # They were loaded by the check before training.
-            self.tasks = trainer.inputs.tasks
+            self.tasks = tasks_of(trainer.inputs)
             length = trainer.config.data.sequence_length
             self.model = task_model(
                 trainer.inputs.tokenizer, self._share, self._share_written, length
             )
 
     def on_step(self, event: StepEvent) -> None:
-        if self.is_asked and event.step == 0:
+        if event.step == 0:
             event.figures.update(self._asked())
 
     def on_validation(self, event: ValidationEvent) -> None:
@@ -49,7 +49,7 @@ class TaskScores(Observer):
         is_due = step % self.every_steps == 0 or step == event.position.last_step(
             self.trainer.config
         )
-        if self.is_asked and is_due:
+        if is_due:
             event.figures.update(self._asked())
 
     def _asked(self) -> dict[str, float]:

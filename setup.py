@@ -48,6 +48,9 @@ MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 # Fast kernels of hosted bases with recurrent layers (Qwen3-Next, Qwen3.5), on GPUs. causal-conv1d
 # is built against the torch that is installed: pip install --no-build-isolation.
 KERNELS = ["flash-linear-attention>=0.4", "causal-conv1d>=1.5"]
+# FlashAttention 4 on Hopper and Blackwell GPUs, in the versions that torch 2.13 can call
+# (pipeline/model/flash_attention.py).
+FLASH = ["flash-attn-4>=4.0.0b16,<4.0.0b19"]
 # Each reads the object stores of one maker, through fsspec.
 S3 = ["s3fs>=2025.3"]
 GS = ["gcsfs>=2025.3"]
@@ -83,6 +86,7 @@ setup(
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
         "protobuf>=4",
+        "packaging>=23",
         "safetensors>=0.5",
         "tensorboard>=2.15",
         "mpi4py>=4,<5",
@@ -108,6 +112,7 @@ setup(
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "kernels": KERNELS,
+        "flash": FLASH,
         "s3": S3,
         "gs": GS,
         "az": AZ,

@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("zero_stages", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
     "step-1b-8192": ("timed_steps", "check_steps", "1b-8192"),
+    "step-1b-8192-packed": ("timed_steps", "check_steps", "1b-8192-packed"),
     "step-1b-4096": ("timed_steps", "check_steps", "1b-4096"),
     "step-8b-4096": ("timed_steps", "check_steps", "8b-4096"),
     "run": ("real_size_run", "check_run"),

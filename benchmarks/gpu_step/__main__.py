@@ -14,6 +14,11 @@ is an eighth of the hidden size. `adapt_own` has rows for a quarter of the vocab
 gains beside Adapt's width, `adapt_low_rank` differences of rank 16 on every linear map.
 `transformers_fft` and `peft_lora` compute what `fft` and `lora` do; `peft_lora_16` has rank 16.
 
+The shapes named `packed` have rows of documents of 500 to 1,000 tokens, as corpora have, in place of
+rows of one document. There attention takes less of a step, and TFLOP/s count what it needs.
+
+With --fa4 attention of all variants is by FlashAttention 4 (pip install 'scale-cpt[flash]').
+
 The variants take turns, so that load on the machine affects all of them alike. Beside load, compare
 the least time of a step (`seconds_min`, `ratio_to_fft_min`) or, with --cpu, its processor time over
 all threads (`cpu_seconds_per_step`, `ratio_to_fft_cpu`), and not the median (`seconds_per_step`).
@@ -32,12 +37,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.gpu_step.contender import Contender
-from benchmarks.gpu_step.shapes import ON_A_CPU, ON_A_GPU, SHAPES, TINY
+from benchmarks.gpu_step.shapes import ON_A_CPU, ON_A_GPU, SHAPES, TINY, TINY_PACKED
 from benchmarks.gpu_step.table import columns_of, rows_of
 from benchmarks.gpu_step.variants import Variant, all_variants
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.errors import ConfigError
+from pipeline.model.flash_attention import activate_flash_attention
 
 
 def main() -> None:
@@ -45,6 +51,8 @@ def main() -> None:
     if not options.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
     variants = wanted_variants(options)
+    if options.fa4:
+        activate_flash_attention()
     torch.set_num_threads(thread_count(options))
     # Warnings of transformers about settings of its own would stand between the rows.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -65,6 +73,7 @@ def parse_options() -> argparse.Namespace:
         action="store_true",
         help="tiny shapes in place of the large ones: tries every row",
     )
+    parser.add_argument("--fa4", action="store_true", help="attention by FlashAttention 4")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: all of the device")
     parser.add_argument(
         "--variant", nargs="+", metavar="NAME", help='as the table names them: "adapt + compile"'
@@ -136,7 +145,9 @@ def measure(options: argparse.Namespace, variants: Sequence[Variant]) -> None:
         # Otherwise the same code for another size would count as compiled too often, and run as it
         # is written.
         torch._dynamo.reset()
-        shape = TINY if options.tiny else SHAPES[shape_name]
+        shape = SHAPES[shape_name]
+        if options.tiny:
+            shape = TINY if shape.documents is None else TINY_PACKED
         contenders = [Contender(variant, shape, device, dtype) for variant in variants]
         for contender in turns(contenders, options.rounds, options.seconds):
             contender.turn(options.steps)

@@ -39,8 +39,9 @@ def flops_per_token(method: str, shape: Shape) -> float:
     with torch.device("meta"):
         model = our_model(method, read_spec(shape.architecture), shape.l_fp)
         flops = count_flops(model, shape.sequence_length)
-    # Causal attention needs half of the pairs of tokens that were counted.
-    return flops.matrix + flops.attention / 2
+    # Causal attention needs half of the pairs of tokens that were counted, and of packed documents
+    # those within each.
+    return flops.matrix + shape.share_of_pairs * flops.attention / 2
 
 
 def row_of(contender: Contender, shape_name: str) -> Row:

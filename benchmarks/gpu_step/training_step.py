@@ -40,10 +40,12 @@ class TrainingStep:
 
         spec = read_spec(shape.architecture)
         tokens = torch.randint(spec.vocab_size, (shape.batch_size, shape.sequence_length))
-        # A document a row: the work is that of transformers, by the kernel for packed documents.
-        documents = Documents.of(torch.zeros_like(tokens))
+        # Rows of one document, too, go through the kernel for packed documents, as in training.
+        documents, positions = _packed(shape)
         self._tokens = tokens.to(device)
         self._documents = documents.moved(lambda tensor: tensor.to(device))
+        # None: of a row's tokens from its start on. By others transformers finds the documents.
+        self._positions = None if shape.documents is None else positions.to(device)
 
     @property
     def trained_parameters(self) -> int:
@@ -79,10 +81,14 @@ class TrainingStep:
     def _loss(self) -> Tensor:
         """The mean loss over the batch's tokens."""
         if self._is_theirs:
-            loss: Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
+            loss: Tensor = self._model(
+                input_ids=self._tokens, labels=self._tokens, position_ids=self._positions
+            ).loss
             return loss
         # Tokens as their own targets: shifting them, as transformers does, changes no work.
-        total: Tensor = self._model(self._tokens, self._tokens, None, self._documents).total
+        total: Tensor = self._model(
+            self._tokens, self._tokens, self._positions, self._documents
+        ).total
         return total / self._tokens.numel()
 
     @torch.no_grad()
@@ -113,6 +119,16 @@ class TrainingStep:
             parameter.grad = None
             # The parameter itself stays, as compiled code refers to it.
             parameter.untyped_storage().resize_(0)
+
+
+def _packed(shape: Shape) -> tuple[Documents, Tensor]:
+    """The documents of a batch, and each token's position in its own, [B, S]."""
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    for lengths in shape.document_lengths:
+        ids.append([number for number, length in enumerate(lengths) for _ in range(length)])
+        positions.append([place for length in lengths for place in range(length)])
+    return Documents.of(torch.tensor(ids)), torch.tensor(positions)
 
 
 def _build(variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:

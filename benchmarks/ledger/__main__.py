@@ -5,7 +5,7 @@
     python -m benchmarks.ledger --loss operations fused                  before and after a change
 
 The step is that of `benchmarks.gpu_step`: forward pass, loss, backward pass and fused AdamW with
-fp32 masters, whole rows in bf16, without activation checkpointing, on one GPU. It runs on torch's
+fp32 masters, whole rows (of `1b-packed` packed documents) in bf16, without activation checkpointing, on one GPU. It runs on torch's
 meta device, where tensors have shapes and no values. Every operation adds the bytes that it reads
 and writes, its FLOPs, and a kernel. Its time is the longest of three: its bytes at --terabytes a
 second, its FLOPs at --tflops, and --microseconds for its start. An operation of the backward pass
@@ -37,6 +37,7 @@ from pipeline.model.output import GPU_CHUNK_ELEMENTS
 
 MODELS = {
     "1b": SHAPES["1b-8192"],
+    "1b-packed": SHAPES["1b-8192-packed"],
     "8b": SHAPES["8b-4096"],
     "30b-a3b": Shape(BASES / "qwen3-30b-a3b.json", 1, 4096, 10),
     "tiny": TINY,

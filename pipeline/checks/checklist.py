@@ -19,6 +19,7 @@ from pipeline.checks.input_checks import (
     check_base,
     check_deepspeed_config,
     check_exported_tokenizer,
+    check_flash_attention,
     check_heldout_texts,
     check_initial_expansion,
     check_layout,
@@ -67,6 +68,7 @@ _CONFIG_CHECKS: tuple[InputCheck, ...] = (
 _BASE_CHECKS: tuple[InputCheck, ...] = (
     check_base,
     check_model,
+    check_flash_attention,
     check_parameter_groups,
     check_tokenizer,
 )

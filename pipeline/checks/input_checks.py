@@ -76,6 +76,11 @@ def check_trackers(inputs: RunInputs) -> None:
             )
 
 
+def check_flash_attention(inputs: RunInputs) -> None:
+    """FlashAttention 4 is installed and fits, where `flash_attention` asks for it."""
+    _ = inputs.flash_attention
+
+
 def check_heldout_texts(inputs: RunInputs) -> None:
     """The run has held-out text to score."""
     check_heldout(inputs.config)

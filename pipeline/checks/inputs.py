@@ -45,6 +45,12 @@ from pipeline.methods.registry import training_method
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.bases import check_dtype, open_base, read_spec
+from pipeline.model.flash_attention import (
+    FlashChoice,
+    choose_flash_attention,
+    device_capability,
+    installed_version,
+)
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout
@@ -128,6 +134,17 @@ class RunInputs:
         opened = deepspeed_config_of(self.config, self.layout)
         check_optimizer(self.config.schedule, opened)
         return opened
+
+    @cached_property
+    def flash_attention(self) -> FlashChoice:
+        """The kernels of attention on the GPUs that this process sees, or on unknown ones."""
+        return choose_flash_attention(
+            self.config.flash_attention,
+            self.spec,
+            self.deepspeed_config.dtype,
+            device_capability(),
+            installed_version(),
+        )
 
     @cached_property
     def base(self) -> BaseFolder:

@@ -105,6 +105,9 @@ class RunConfig(Section):
     compile: bool = False
     """whether each layer is compiled with torch.compile (not with ZeRO-3); a step takes 9 to 14 %
     less time on an H100"""
+    flash_attention: Literal["auto", "torch", "fa4"] = "auto"
+    """kernels of attention on GPUs: torch's own, FlashAttention 4 (fa4, which needs
+    pip install 'scale-cpt[flash]'), or that where it is installed and fits (auto; docs/gpu.md)"""
 
     @model_validator(mode="after")
     def _stages_fit(self) -> RunConfig:

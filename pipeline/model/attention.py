@@ -21,6 +21,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LARGEST_FLASH_HEAD = 256
 _SMALLEST_FLEX_HEAD = 16
 _HALF = (torch.float16, torch.bfloat16)
+_NUM_SPLITS = 1 if torch.version.hip is None else None
+"""A kernel may divide the keys of a query into parts by what else is in the batch; the sums of a
+document would then round by its neighbours. ROCm's kernel has no such setting, and refuses one."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,7 @@ class VarlenAttention:
             # How many earlier and later tokens are seen; -1: all.
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[2] != key.shape[2],
+            num_splits=_NUM_SPLITS,
         )
         return heads.unflatten(0, (batch, length))
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from pipeline.config.method import ScaleMethod
+from pipeline.deepspeed_config import zero3_unsupported_reason
 from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
@@ -34,7 +35,7 @@ def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | 
     shown = estimates if every else estimator.worth_a_row(estimates)
     sections = [
         _model_section(estimator),
-        _layouts_section(shown, refused, estimator.cluster),
+        _layouts_section(shown, refused, estimator),
         _times_section(estimates, refused, recommended, estimator),
         _wrapped(f"recommended: {recommended or 'no layout'}: {reason}"),
     ]
@@ -192,17 +193,21 @@ experts leave out `ep`."""
 
 
 def _layouts_section(
-    estimates: Sequence[Estimate], refused: dict[str, str], cluster: Cluster
+    estimates: Sequence[Estimate], refused: dict[str, str], estimator: Estimator
 ) -> str:
     """A table of layouts, with memory in GiB and traffic in GB, and why others are impossible."""
     with_experts = any(estimate.choice.expert_size > 1 for estimate in estimates)
     heads = [head for head, _ in _LAYOUT_COLUMNS]
     lines = [_layout_line(heads, with_experts=with_experts)]
     for estimate in estimates:
-        cells = _layout_cells(estimate, cluster)
+        cells = _layout_cells(estimate, estimator.cluster)
         lines.append(_layout_line(cells, with_experts=with_experts))
     for groups, reason in refused.items():
         lines.append(_wrapped(f"  not tp {groups}: {reason}"))
+    unsupported = zero3_unsupported_reason(estimator.config)
+    if unsupported is not None and estimator.cluster.gpus > 1:
+        setting, reason = unsupported
+        lines.append(_wrapped(f"  not ZeRO-3: {setting}: {reason}"))
     return "\n".join(lines)
 
 

@@ -27,7 +27,8 @@ from pipeline.health.liveness import INTERRUPTION, Verdict
 from pipeline.health.phases import Phases
 from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.model.bases import kind_of
-from pipeline.parallel.ranks import broadcast_from_rank0
+from pipeline.model.flash_attention import activate_flash_attention
+from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
@@ -66,10 +67,26 @@ def run_training(
 
         inputs = broadcast_from_rank0(lock_and_read)
         if not inputs.finished:
+            if device.type == "cuda":
+                _choose_kernels(inputs, folder=config.folder, phases=phases)
             return attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
             record_end(config.folder, exit_code=FINISHED)
         return FINISHED
+
+
+def _choose_kernels(inputs: RunInputs, folder: Path, phases: Phases) -> None:
+    """Gives torch's dispatcher the kernels of attention that rank 0 has chosen for all ranks.
+
+    Raises:
+        MissingPackageError: a rank cannot load them.
+    """
+    chosen = inputs.flash_attention
+    if dist.get_rank() == 0:
+        _logger.info("attention: %s", chosen.text)
+    if chosen.fa4:
+        with _faults_on_record(folder, phases):
+            run_on_all_ranks(activate_flash_attention)
 
 
 @contextmanager

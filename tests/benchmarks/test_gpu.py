@@ -19,9 +19,10 @@ from benchmarks.gpu_step import __main__ as gpu_step
 from benchmarks.gpu_step import models
 from benchmarks.gpu_step import training_step as training_steps
 from benchmarks.gpu_step.contender import Contender
-from benchmarks.gpu_step.shapes import SHAPES, TINY, Shape
+from benchmarks.gpu_step.shapes import SHAPES, TINY, TINY_PACKED, Shape
 from benchmarks.gpu_step.table import columns_of, row_of
 from benchmarks.gpu_step.table import rows_of as rows_of_contenders
+from benchmarks.gpu_step.training_step import TrainingStep
 from benchmarks.gpu_step.variants import OURS, THEIRS, Variant, all_variants
 from benchmarks.results import ROOT, Elapsed
 from pipeline.model.attention import CausalAttention
@@ -189,6 +190,58 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     assert title == "1b-8192:" and len(lines) == 1 + len(rows)
     for column in ("seconds min", "cpu seconds per step", "ratio to fft min", "ratio to fft cpu"):
         assert column in head
+
+
+def test_packed_documents_are_measured_beside_whole_rows(tmp_path, monkeypatch, capsys):
+    """The same steps, with less attention: of ours, and of transformers, which finds the documents
+    by their positions."""
+    arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "1b-8192-packed", "--threads", 1]
+    arguments += ["--rounds", 1, "--steps", 1, "--variant", "fft", "adapt", "transformers_fft"]
+    rows = rows_of(gpu_step, tmp_path, monkeypatch, *arguments)
+    whole, packed = rows[:3], rows[3:]
+    assert [row["shape"] for row in packed] == ["1b-8192-packed"] * 3
+    for one, other in zip(whole, packed, strict=True):
+        assert one["outcome"] == other["outcome"] == "measured"
+        assert one["flops_per_token"] > other["flops_per_token"]
+    assert capsys.readouterr().out.count("packed:") == 1
+
+
+def test_documents_of_a_packed_shape_are_of_500_to_1000_tokens():
+    whole, packed = SHAPES["1b-8192"], SHAPES["1b-8192-packed"]
+    assert packed._replace(documents=None) == whole
+    assert whole.document_lengths == [[8192], [8192]] and whole.share_of_pairs == 1
+    for row in packed.document_lengths:
+        assert sum(row) == 8192 and all(500 <= length <= 1000 for length in row[:-1])
+    assert packed.document_lengths == packed.document_lengths
+    # Rows of n documents of one length have a share of 1 / n; a row has 11 or 12 of these.
+    assert 1 / 12 < packed.share_of_pairs < 1 / 9
+    step = TrainingStep(Variant("fft"), TINY_PACKED, CPU, torch.float32)
+    assert step._documents.per_row == (len(TINY_PACKED.document_lengths[0]),)
+    lengths = step._documents.starts.diff().tolist()
+    assert [lengths] == TINY_PACKED.document_lengths
+    assert step._positions.tolist() == [[at for own in lengths for at in range(own)]]
+
+
+@pytest.mark.parametrize("method", ["fft", "transformers_fft"])
+def test_no_token_of_a_packed_document_sees_another(method):
+    """Another first token changes its own document, and nothing behind it."""
+    step = TrainingStep(Variant(method), TINY_PACKED, CPU, torch.float32)
+    step.allocate()
+    step._tokens = torch.arange(16).unsqueeze(0)
+    changed = step._tokens.clone()
+    changed[0, 0] = 40
+    first = TINY_PACKED.document_lengths[0][0]
+
+    def hidden(tokens):
+        """[S, D] or [S, V]"""
+        if method == "fft":
+            return step._model.hidden_states(tokens, step._positions, step._documents).x
+        return step._model(tokens, position_ids=step._positions).logits[0]
+
+    one, other = hidden(step._tokens), hidden(changed)
+    assert len(one) == 16
+    assert not torch.equal(one[:first], other[:first])
+    assert torch.equal(one[first:], other[first:])
 
 
 def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
     done = json.loads((tmp_path / "training.json").read_text())
     assert f"trained {done['trainable_parameters']:,} " in dict(plan.rows)["parameters"]
     assert numbers(plan, "steps") == [4, done["tokens_seen"]]
+
+
+def test_the_plan_names_the_kernels_of_attention(tokens, tmp_path):
+    """FlashAttention 4 is not installed where the tests run, so that asking for it is a fault."""
+    path = write_config(tmp_path, tokens)
+    gpus = Cluster(gpus=1)
+    row = dict(make_plan(load_config(path), gpus).rows)["attention"]
+    assert row.startswith("torch's kernels: ") and "\n" not in row
+    on_cpus = make_plan(load_config(path), replace(gpus, on_cpu=True, peak_tflops=1.0))
+    assert "attention" not in dict(on_cpus.rows)
+    changes = ["flash_attention=fa4", "deepspeed=ds_configs/zero1.json"]
+    (fault,) = make_plan(load_config(path, changes), gpus).faults
+    assert fault.startswith("flash_attention: fa4: flash-attn-4 is not installed; pip install")
 
 
 def test_own_rows_are_bounded_until_they_are_counted(tokens, tmp_path):

@@ -74,6 +74,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         rows += checkpoint_rows(estimator, faults)
         rows += disk_space_rows(estimator, faults)
         rows += kind_of(spec).dry_run_rows(spec, config.base_precision)
+        flash = inputs.get_or_none("flash_attention")
+        if flash is not None and not cluster.on_cpu:
+            rows.append(("attention", flash.text))
         if not spec.is_native:
             rows.append(_whole_base_row(estimator))
         try:

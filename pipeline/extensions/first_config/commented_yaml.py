@@ -162,6 +162,13 @@ def layout_comment(spec: DecoderSpec, cluster: Cluster, dtype: torch.dtype) -> s
     return comment
 
 
+def compile_comment() -> str:
+    return (
+        "Compiled layers take 9 to 14 % less time a step on an H100, and some ten seconds at the "
+        "start.\nWith a ZeRO-3 file, remove it."
+    )
+
+
 def time_comment(values: dict[str, Any], limit: TimeLimit | None, learned: TextMeasure) -> str:
     """What a limit of time has left of the run, after a line break; empty where it is all."""
     if limit is None:

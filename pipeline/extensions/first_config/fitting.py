@@ -35,6 +35,7 @@ class LayoutSettings(NamedTuple):
     zero_stage: int
     checkpointing: ActivationCheckpointing = "none"
     keeps: KeptResults = "nothing"
+    compile: bool = False
 
     def values(self, dtype: torch.dtype) -> dict[str, Any]:
         """The settings, as in a run's file."""
@@ -43,6 +44,8 @@ class LayoutSettings(NamedTuple):
             settings["activation_checkpointing"] = self.checkpointing
         if self.keeps != "nothing":
             settings["recomputation_keeps"] = self.keeps
+        if self.compile:
+            settings["compile"] = True
         return settings
 
 
@@ -55,7 +58,9 @@ def deepspeed_file(zero_stage: int, dtype: torch.dtype) -> str:
 def layouts(spec: DecoderSpec, cluster: Cluster, dtype: torch.dtype) -> list[LayoutSettings]:
     """Layouts, from the least communication to the least memory.
 
-    Recomputation comes last, since it costs time: a fifth with products kept, half without.
+    Recomputation comes last, since it costs time: a fifth with products kept, half without. Layers
+    of dense bases are compiled on GPUs, but not under ZeRO-3, which excludes it. On CPUs compiling
+    takes longer than a short run gains.
     """
     found = [LayoutSettings(1)]
     stage = 1
@@ -66,7 +71,9 @@ def layouts(spec: DecoderSpec, cluster: Cluster, dtype: torch.dtype) -> list[Lay
         found.append(LayoutSettings(stage))
     if spec.is_native:
         found.append(LayoutSettings(stage, "all", "products"))
-    return [*found, LayoutSettings(stage, "all")]
+    found.append(LayoutSettings(stage, "all"))
+    compiles = not cluster.on_cpu and spec.is_native and spec.mixture is None
+    return [layout._replace(compile=compiles and layout.zero_stage < 3) for layout in found]
 
 
 class Fit(NamedTuple):

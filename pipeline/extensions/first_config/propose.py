@@ -11,6 +11,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.extensions.first_config.commented_yaml import (
     as_yaml,
     chats_comment,
+    compile_comment,
     data_comment,
     difference_comment,
     gate_comment,
@@ -88,6 +89,7 @@ def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
         base_parameters = parameters_of(config, spec).base
         comments["method"] += "\n" + difference_comment(base_parameters)
     comments["deepspeed"] = layout_comment(spec, cluster, dtype)
+    comments["compile"] = compile_comment()
     text = as_yaml(
         values | {"base": str(wanted.base)}, comments, learned, time_comment(values, limit, learned)
     )

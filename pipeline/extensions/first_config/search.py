@@ -134,7 +134,7 @@ def _enough_gpus(fitting: Fitting, cluster: Cluster, layout: LayoutSettings) -> 
         return None
     gpus = 2 * cluster.gpus
     while gpus <= _MOST_GPUS:
-        if fitting.fits_on(gpus, layout._replace(zero_stage=3)):
+        if fitting.fits_on(gpus, layout._replace(zero_stage=3, compile=False)):
             return gpus
         gpus *= 2
     return None

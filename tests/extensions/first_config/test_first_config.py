@@ -66,6 +66,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     in_bf16 = not cluster.on_cpu or multiplies_bf16()
     assert config.deepspeed.name in {"zero1_fp32.json", "zero1.json"}
     assert in_bf16 or config.deepspeed.name == "zero1_fp32.json"
+    assert config.compile != cluster.on_cpu and ("Compiled layers" in text) == config.compile
     assert config.gate is not None and data.fractions == {"replay": 0, "self_generated": 0}
     assert schedule.optimizer == "muon" and "times 2 for Muon" in text
     assert schedule.learning_rate == pytest.approx(2 * 1e-3 * (2048 / 64) ** 0.5, rel=0.05)

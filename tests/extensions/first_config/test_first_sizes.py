@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.evaluation.perplexity import DEFAULT_BYTES
 from pipeline.extensions.first_config.draft import Draft
-from pipeline.extensions.first_config.fitting import Fit
+from pipeline.extensions.first_config.fitting import Fit, layouts
 from pipeline.extensions.first_config.method import min_count_of, smaller_methods
 from pipeline.extensions.first_config.propose import tokens_within
 from pipeline.extensions.first_config.texts import TextMeasure
@@ -69,27 +70,38 @@ def fitted(name: str, cluster: Cluster, dtype: torch.dtype) -> Fit:
 
 TWO_PROCESSES = Cluster(2, gpus_per_node=2, gpu_memory_gib=12.0, on_cpu=True)
 CASES = [
-    # base, ranks, dtype; length, DeepSpeed's file, recomputed layers, rank, own rows
-    ("135m", TWO_PROCESSES, FP32, 4096, "zero1_fp32", "none", 72, True),
-    ("135m", TWO_PROCESSES, BF16, 8192, "zero1", "none", 72, True),
-    ("135m", replace(TWO_PROCESSES, gpu_memory_gib=2.0), BF16, 1024, "zero1", "none", 72, False),
-    ("llama-3.2-1b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", 256, True),
-    ("llama-3.2-1b", Cluster(1, gpu_memory_gib=12.0), BF16, 8192, "zero1", "all", 256, False),
-    ("llama-3.1-8b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", 32, False),
-    ("llama-3.1-8b", Cluster(1), BF16, 8192, "zero1", "all", 512, True),
-    ("llama-3.1-8b", Cluster(8), BF16, 8192, "zero3", "none", 512, True),
-    ("llama-3.1-8b", Cluster(64), BF16, 8192, "zero3", "none", 512, True),
+    # base, ranks, dtype; length, DeepSpeed's file, recomputed layers, compiled, rank, own rows
+    ("135m", TWO_PROCESSES, FP32, 4096, "zero1_fp32", "none", False, 72, True),
+    ("135m", TWO_PROCESSES, BF16, 8192, "zero1", "none", False, 72, True),
+    (
+        "135m",
+        replace(TWO_PROCESSES, gpu_memory_gib=2.0),
+        BF16,
+        1024,
+        "zero1",
+        "none",
+        False,
+        72,
+        False,
+    ),
+    ("llama-3.2-1b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", True, 256, True),
+    ("llama-3.2-1b", Cluster(1, gpu_memory_gib=12.0), BF16, 8192, "zero1", "all", True, 256, False),
+    ("llama-3.1-8b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", True, 32, False),
+    ("llama-3.1-8b", Cluster(1), BF16, 8192, "zero1", "all", True, 512, True),
+    ("llama-3.1-8b", Cluster(8), BF16, 8192, "zero3", "none", False, 512, True),
+    ("llama-3.1-8b", Cluster(64), BF16, 8192, "zero3", "none", False, 512, True),
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].gpus}")
 def test_sizes_by_base_and_machine(case):
-    name, cluster, dtype, length, deepspeed, recomputed, rank, has_rows = case
+    name, cluster, dtype, length, deepspeed, recomputed, compiled, rank, has_rows = case
     config, values = fitted(name, cluster, dtype)
     assert config.data.sequence_length == length
     assert config.deepspeed.stem == deepspeed
     assert config.activation_checkpointing == recomputed
+    assert config.compile == values.get("compile", False) == compiled
     assert config.method.rank == rank
     assert (config.method.own_rows is not None) == has_rows
     per_rank = config.schedule.global_batch_size // cluster.gpus
@@ -101,6 +113,7 @@ def test_sizes_by_base_and_machine(case):
 def test_a_mixture_gets_an_expansion_and_fits_on_few_gpus():
     config, _ = fitted("qwen3-moe-96m", Cluster(1, gpu_memory_gib=8.0), BF16)
     assert config.method.name == "scale" and config.method.low_rank == 8
+    assert not config.compile
 
 
 @pytest.mark.full
@@ -146,6 +159,26 @@ def test_a_limit_of_hours_cuts_steps_and_what_is_too_little_is_refused():
     assert 300_000 < read[1] < 3600 * 0.4e12 / 0.8e9
     with pytest.raises(ConfigError, match=r"--hours: expected [\d.]+ or more"):
         within_limit(whole, TimeLimit(60, given=True), draft.spec, cluster, texts)
+
+
+def test_dense_bases_are_compiled_on_gpus_where_no_layer_is_gathered():
+    """No rank of a layout with `compile` refuses it: neither ZeRO-3, nor a mixture, nor a hosted
+    base has it."""
+    dense = spec_of("135m")
+
+    def compiled(spec: DecoderSpec, cluster: Cluster) -> dict[int, set[bool]]:
+        found: dict[int, set[bool]] = {}
+        for layout in layouts(spec, cluster, BF16):
+            found.setdefault(layout.zero_stage, set()).add(layout.compile)
+            assert layout.values(BF16).get("compile", False) == layout.compile
+        return found
+
+    assert compiled(dense, Cluster(8)) == {1: {True}, 2: {True}, 3: {False}}
+    assert compiled(dense, Cluster(1)) == {1: {True}}
+    assert compiled(dense, TWO_PROCESSES) == {1: {False}}
+    assert compiled(spec_of("qwen3-moe-96m"), Cluster(1)) == {1: {False}}
+    hosted = SimpleNamespace(is_native=False, mixture=None)
+    assert compiled(hosted, Cluster(1)) == {1: {False}}
 
 
 def test_a_base_with_a_long_context_gets_no_tiny_sequences():

@@ -240,8 +240,7 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE_FILE).exists() and named != [SINGLE_FILE]:
         raise BaseModelError(
             f"{folder / SINGLE_FILE}: {INDEX_FILE} beside it names other files, and transformers "
-            "would read this one "
-            "instead; move away whichever is not the model"
+            "would read this one instead; move away whichever is not the model"
         )
     for name in named:
         for tensor in _tensors_in(folder / name):
@@ -272,8 +271,7 @@ def _check_no_other_weights(folder: Path) -> None:
     if adapter.exists():
         raise BaseModelError(
             f"{adapter}: an adapter, which transformers applies where peft is installed; merge it "
-            "into the weights "
-            "(merge_and_unload of peft), or move it away"
+            "into the weights (merge_and_unload of peft), or move it away"
         )
     config: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -282,8 +280,7 @@ def _check_no_other_weights(folder: Path) -> None:
     if other is not None:
         raise BaseModelError(
             f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name "
-            "these files "
-            f"{SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
+            f"these files {SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
         )
 
 

@@ -16,7 +16,6 @@ VERSION = re.search(
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
 # `pipeline.installation.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
-SHIPPED_PAGES = ["docs/base_types.md"]  # with the table that scale-cpt bases prints
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -31,9 +30,6 @@ class BuildWithShippedFiles(build_py):
         shutil.rmtree(target, ignore_errors=True)
         for folder in SHIPPED:
             shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        for page in SHIPPED_PAGES:
-            (target / page).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(page, target / page)
         for pattern in SHIPPED_DATA:
             for file in filter(Path.is_file, Path("examples/data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)
@@ -72,6 +68,7 @@ setup(
         "pipeline.extensions.cleaning": ["*.yaml"],
         "pipeline.extensions.report": ["templates/*"],
         "pipeline.extensions.gate": ["negatives.*"],
+        "pipeline.extensions.hosted": ["base_types.md"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

@@ -55,7 +55,7 @@ def _tables() -> Iterator[str]:
             yield _heading(f"`{name}`", f"One of these, by its `name`.{required}")
             for section in alternatives:
                 (kind,) = get_args(section.model_fields["name"].annotation)
-                yield f"| `name: {kind}` | | | **{_summary(section)}** |\n"
+                yield f"| `name: {kind}` | | **{_summary(section)}** |\n"
                 yield from _rows(section)
 
 
@@ -70,7 +70,7 @@ def _table(path: str, section: type[BaseModel], required: str = "") -> Iterator[
 
 
 def _heading(title: str, summary: str) -> str:
-    return f"\n## {title}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    return f"\n## {title}\n\n{summary}\n\n| key | type, default | meaning |\n|---|---|---|\n"
 
 
 def _summary(section: type[BaseModel]) -> str:
@@ -97,22 +97,24 @@ def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _row(key: str, field: FieldInfo, summary: str = "") -> str:
     """The row of a setting; `summary` is its meaning where the setting describes none."""
     meaning = " ".join((field.description or summary).split()).replace("|", r"\|")
-    default = _default(field)
-    return f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |\n"
+    return f"| `{key}` | {_type_and_default(field)} | {meaning} |\n"
 
 
-def _default(field: FieldInfo) -> str:
-    """A setting's default as YAML has it."""
+def _type_and_default(field: FieldInfo) -> str:
+    """A setting's type and its default, as YAML has it."""
     default = field.default
     if field.is_required():
-        return "required"
+        return f"{_type(field.annotation)}, required"
     if default is None or isinstance(default, BaseModel):
-        return ""
+        return f"{_type(field.annotation).removesuffix(' or nothing')}, optional"
     if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    if isinstance(default, tuple):
-        return f"`{list(default)}`"
-    return f"`{default}`"
+        default = str(default).lower()
+    elif isinstance(default, tuple):
+        default = list(default)
+    kind = _type(field.annotation)
+    if f"`{default}`" in kind:  # one of the words that the setting may have
+        return kind.replace(f"`{default}`", f"`{default}` (default)", 1)
+    return f"{kind}, `{default}`"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

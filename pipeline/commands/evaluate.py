@@ -15,11 +15,11 @@ and on --chats if they are given. The scores are written to <folder>/summary.jso
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import get_args
 
 from pipeline import log
 from pipeline.command_line import (
-    add_chat_date_option,
     add_run,
     add_text_key_option,
     as_json,
@@ -32,7 +32,7 @@ from pipeline.config.run import load_config
 from pipeline.data.sources.records import Keys, SpecialTokens
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluator import TEXTS, evaluators
+from pipeline.evaluation.evaluator import TEXTS, RunEvaluation, evaluators, run_evaluators
 from pipeline.run_folder.serial_stage import serial_stage
 
 _logger = log.get_logger(__name__)
@@ -58,12 +58,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_evaluators(parser, after="--data")
     parser.add_argument(
-        "--chats",
-        nargs="+",
-        default=[],
-        help="chats in JSONL; the last of `messages` is the reference answer",
-    )
-    parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python files in a model's folder"
     )
     parser.add_argument(
@@ -77,7 +71,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_perplexity_options(parser.add_argument_group("perplexity"))
     for evaluator in evaluators().values():
         evaluator.add_options(parser.add_argument_group(evaluator.title))
-    _add_chat_options(parser.add_argument_group("chats"))
 
 
 def _add_evaluators(parser: argparse.ArgumentParser, *, after: str) -> None:
@@ -111,30 +104,22 @@ def _add_perplexity_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_chat_options(group: argparse._ArgumentGroup) -> None:
-    add_chat_date_option(group)
-    group.add_argument(
-        "--max-answer-tokens",
-        type=positive,
-        default=256,
-        help="tokens after which an answer is cut (default: 256)",
-    )
-
-
 def main(arguments: argparse.Namespace) -> None:
     for_models = [TEXTS, *evaluators()]
-    options = f"--{', --'.join(for_models)}"
+    for_runs = run_evaluators()
     if arguments.run:
-        if arguments.model or any(getattr(arguments, name) for name in for_models):
+        without_run = [name for name in for_models if name not in for_runs]
+        if arguments.model or any(getattr(arguments, name) for name in without_run):
             raise ConfigError(
-                "a run is scored on its own held-out texts, and on --chats; to score models on "
-                f"{options} or --chats, name them as --model, without a run"
+                f"a run is scored on its own held-out texts, and on {_options(for_runs, 'and')}; "
+                f"to score models on {_options(for_models, 'or')}, name them as --model, without a "
+                "run"
             )
         _evaluate_run(arguments)
         return
-    scored_on = [name for name in (*for_models, "chats") if getattr(arguments, name)]
+    scored_on = [name for name in for_models if getattr(arguments, name)]
     if not arguments.model or len(scored_on) != 1:
-        raise ConfigError(f"name a run, or --model with one of {options} and --chats")
+        raise ConfigError(f"name a run, or --model with one of {_options(for_models, 'and')}")
     models = ", ".join(str(model) for model in arguments.model)
     _logger.info("evaluating %s: loading the libraries, then each model", models)
     from pipeline.hf.load import check_hf_config
@@ -144,16 +129,24 @@ def main(arguments: argparse.Namespace) -> None:
         check_hf_config(model, trust_remote_code=arguments.trust_remote_code)
     if arguments.data:
         print(_score_texts(arguments))
-    elif arguments.chats:
-        print(_score_chats(arguments))
     else:
         evaluator = evaluators()[scored_on[0]]
         scores = evaluator.scores(arguments)
         print(as_json(scores) if arguments.json else evaluator.table(scores))
 
 
+def _options(names: Sequence[str], conjunction: str) -> str:
+    """Options for a sentence: `--data, --tasks or --chats`."""
+    *others, last = [f"--{name}" for name in names]
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
+
+
 def _evaluate_run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.run, arguments.set)
+    asked: dict[str, RunEvaluation] = {}
+    for name in run_evaluators():
+        if getattr(arguments, name):
+            asked[name] = evaluators()[name].run_evaluation(config, arguments)
     with serial_stage(config, "evaluate"):
         _logger.info(
             "evaluating %s: loading the libraries, then the base and the export", config.folder
@@ -164,8 +157,7 @@ def _evaluate_run(arguments: argparse.Namespace) -> None:
             config,
             max_bytes=arguments.max_bytes,
             prefix=arguments.prefix,
-            chats=arguments.chats,
-            max_answer_tokens=arguments.max_answer_tokens,
+            asked=asked,
         )
         print(text)
 
@@ -189,24 +181,3 @@ def _score_texts(arguments: argparse.Namespace) -> str:
             trust_remote_code=arguments.trust_remote_code,
         )
     return as_json(scores) if arguments.json else score_table(scores)
-
-
-def _score_chats(arguments: argparse.Namespace) -> str:
-    from pipeline.data.tokenizer.chats import ChatTemplate
-    from pipeline.evaluation.chats import chat_rows, read_chats, score_chats
-    from pipeline.evaluation.table import table
-
-    chats = read_chats(arguments.chats)
-    # A template that cannot be read is found before the other models have answered.
-    for model in arguments.model:
-        ChatTemplate(model)
-    scores = {}
-    for model in arguments.model:
-        scores[str(model)] = score_chats(
-            model,
-            chats,
-            max_answer_tokens=arguments.max_answer_tokens,
-            trust_remote_code=arguments.trust_remote_code,
-            chat_date=arguments.chat_date,
-        )
-    return as_json(scores) if arguments.json else table(*chat_rows(scores))

@@ -20,15 +20,13 @@ class Fp8Settings(Section):
     """How a base in fp8 is stored and multiplied. These settings need `base_precision: fp8`."""
 
     scaling: Fp8Scaling = "tensor"
-    """which elements of a matrix of the base share a scale: all elements (tensor), or those of each
-    row (row)"""
+    """elements of a matrix that share a scale: all (tensor), or those of each row"""
     gradient: GradientPrecision = "e5m2"
-    """type of the gradient that is multiplied with a frozen matrix to get the gradient of its
-    input: e4m3 or e5m2, for a product in fp8, or bf16, for a product with the decoded matrix; only
-    runs in bf16 compute in fp8"""
+    """type of the gradient in the product with a frozen matrix: in fp8 (e4m3, e5m2), or bf16 with
+    the decoded matrix; only runs in bf16 compute in fp8"""
     skip_small: bool = True
     """whether matrices with one side up to 1,024 and the other up to 4,096 are multiplied in bf16,
-    which is faster on an H100"""
+    faster on an H100"""
 
 
 class VocabularySettings(Section):
@@ -40,5 +38,5 @@ class VocabularySettings(Section):
     folder: Path
     """folder that scale-cpt vocabulary wrote"""
     initial: Literal["mean", "last-weighted", "zero"] = "mean"
-    """initial embedding row of a new token: the mean of the rows of the base's tokens that spell it
-    (mean), their mean with weights 1, 2, 3, … (last-weighted), or zeros (zero)"""
+    """a new token's first embedding row: the mean of the rows of the tokens that spell it, their
+    mean with weights 1, 2, 3, … (last-weighted), or zeros"""

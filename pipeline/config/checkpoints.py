@@ -11,11 +11,10 @@ class CheckpointSettings(Section):
     """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
-    """number of steps from one checkpoint to the next; one is also saved at the end and after a
-    signal"""
+    """steps from one checkpoint to the next; one is also saved at the end and after a signal"""
     keep_last: PositiveInt = 2
-    """number of the newest checkpoints that are kept; more are kept where a rollback needs an older
-    one, from before the last `stability.spike_steps` steps"""
+    """newest checkpoints that are kept; more where a rollback needs one from before the last
+    `stability.spike_steps` steps"""
     keep_every_steps: PositiveInt | None = None
     """checkpoints of every multiple of so many steps are never deleted; default: none are kept for
     good"""

@@ -42,22 +42,19 @@ class Sampling(Section):
     max_tokens: PositiveInt | None = None
     """longest document in tokens, its prompt included; default: data.sequence_length"""
     prompts: Texts = []
-    """files of documents whose beginnings the base continues, in the formats of `input`; default:
-    the base writes whole documents, after the token that begins a document"""
+    """files of documents that the base continues, in the formats of `input`; default: it writes
+    whole documents"""
     prompt_tokens: PositiveInt | None = None
-    """how many of the first tokens of each prompt are used; default: the whole prompt, for prompts
-    that are questions"""
+    """first tokens of each prompt that are used; default: all, for prompts that are questions"""
     chat_template: bool = False
     """whether each prompt is a user's message, framed by the tokenizer's chat template"""
     thinking: bool | None = None
-    """for prompts that are chats: whether the base thinks before it answers (the chat template's
-    variable `enable_thinking`); default: the template's default"""
+    """for chats: whether the base thinks before it answers (`enable_thinking` of the template);
+    default: the template's"""
     system_prompts: Texts = []
-    """system messages, one of which is added at random to each chat that has none; default: none is
-    added"""
+    """system messages, one of which is added at random to each chat without one"""
     seed: int = 0
-    """random seed of the sampled text, apart from the run's `seed`: runs with different seeds can
-    then share the corpus"""
+    """seed of the sampled text, apart from the run's `seed`, so that runs can share the corpus"""
 
     @model_validator(mode="after")
     def _a_chat_has_messages(self) -> Sampling:
@@ -85,17 +82,15 @@ class Cleaning(Section):
     """smallest share of a document's letters that are Hangul (ko) or Latin (en); default: 0.5 for
     Korean, 0.8 for English"""
     language_model: Literal["ft176", "glotlid"] | None = None
-    """fastText language identifier (lid.176 or GlotLID, which datatrove downloads) that drops
-    documents in other languages; default: none"""
+    """fastText identifier (lid.176 or GlotLID, which datatrove downloads) that drops documents in
+    other languages; default: none"""
     min_language_score: Fraction = 0.65
     """lowest confidence of `language_model`, from 0 to 1, with which a document is kept"""
     benchmarks: Texts = []
-    """files, or patterns, of benchmarks in JSONL, JSON, CSV, TSV, Parquet or Arrow: documents that
-    share a run of `shared_words` words with them are dropped; `heldout_input` of every corpus is
-    always compared too"""
+    """files or patterns of benchmarks (JSONL, JSON, CSV, TSV, Parquet, Arrow): documents that share
+    `shared_words` words in a row with them are dropped, as always with every `heldout_input`"""
     shared_words: PositiveInt | None = None
-    """how many words in a row count as copied from a benchmark or a held-out text; default: 8 for
-    Korean, 13 for English"""
+    """words in a row that count as copied; default: 8 for Korean, 13 for English"""
 
 
 class Source(Section):
@@ -122,54 +117,45 @@ class Corpus(Section):
     sample: Sampling | None = None
     """for role self_generated, in place of `input`: the text that the base writes"""
     heldout_input: Texts = []
-    """files of the held-out part, which no training sample comes from; at least one corpus of a run
-    has a held-out part"""
+    """files of the held-out part; at least one corpus of a run has a held-out part"""
     heldout_fraction: Fraction = 0.0
-    """in place of heldout_input: share of the documents of `input` that are held out, such as
-    0.005, chosen by their hash"""
+    """in place of heldout_input: share of the documents of `input` that is held out, by their hash,
+    such as 0.005"""
     text_key: str = "text"
     """field or column that holds the text"""
     prompt_key: str | None = None
-    """field or column that holds a prompt before the text; the model reads the prompt, and the loss
-    is on the text only; default: no prompts"""
+    """field or column with a prompt, which is read and not learned; default: no prompts"""
     messages_key: str | None = None
-    """field or column that holds a chat in JSON, a list of {role, content} or {from, value}, framed
-    by the tokenizer's chat template with the loss on the assistant's messages only; with role
-    self_generated the prompts are such chats, and the base writes each answer; default: documents
-    are no chats"""
+    """field or column with a chat, a list of {role, content} or {from, value}: the tokenizer's
+    template frames it, and the loss is on the assistant's messages; with role self_generated the
+    base writes each answer; default: documents are no chats"""
     document: Literal["line", "file"] = "line"
     """what one document of a .txt file is: a line, or the whole file of up to 32 MiB"""
     encoding: str | None = None
-    """Python's name of the encoding of text files that are not UTF-8, such as cp949 or utf-16;
-    default: UTF-8"""
+    """Python's name of the encoding of text files, such as cp949; default: UTF-8"""
     quoting: Literal["standard", "none"] | None = None
-    """quotation marks in CSV and TSV: standard lets quoted cells span lines, none takes every line
-    as a row and quotation marks as ordinary characters; default: standard for CSV, none for TSV"""
+    """quotation marks in CSV and TSV: enclose cells that may span lines (standard), or are ordinary
+    characters (none); default: standard for CSV, none for TSV"""
     normalize: Literal["nfc"] | None = None
-    """nfc: texts are brought to Unicode's composed form before they are tokenized; default: texts
-    stay as they are"""
+    """nfc: composes texts before they are tokenized; default: texts stay as they are"""
     special_tokens: Literal["text", "control"] | None = None
-    """what the spelling of a special token in a text, such as </s>, becomes: ordinary text, or that
-    special token; default: ordinary text where the tokenizer can, and a chat with such a message is
-    rejected"""
+    """what the spelling of a special token, such as </s>, in a text becomes: text, or that token;
+    default: text where the tokenizer can, and a chat with such a message is rejected"""
     max_unknown_fraction: Fraction = 0.01
-    """largest share of the text that the tokenizer may turn into unknown tokens; tokenization stops
-    beyond it"""
+    """largest share of unknown tokens; tokenization stops beyond it"""
     allow_damaged: bool = False
-    """whether a truncated or damaged file is read up to its damage; if not, it ends the job"""
+    """whether a damaged file is read up to its damage; if not, it ends the job"""
     role: Role = "new"
-    """purpose of the corpus: new (text to learn), replay (the base's own domain), or self_generated
-    (text that the base writes)"""
+    """new (text to learn), replay (the base's own domain), or self_generated (text that the base
+    writes)"""
     source: Source = Source()
     """origin of the corpus, named on the export's model card"""
     weight: PositiveFloat = 1.0
     """weight of the corpus among all corpora of its role when samples are drawn"""
     epochs: PositiveFloat | None = None
-    """number of passes over the corpus after which nothing more is drawn from it; default: no
-    limit"""
+    """passes over the corpus after which no more is drawn from it; default: no limit"""
     token_budget: PositiveInt | None = None
-    """number of tokens drawn from the corpus after which nothing more is drawn from it; default: no
-    limit"""
+    """tokens after which no more is drawn from it; default: no limit"""
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Corpus:
@@ -234,22 +220,21 @@ class Data(Section):
     replay_fraction: Fraction = 0.0
     """share of the samples drawn from the corpora of role replay"""
     replay_loss: Literal["nll", "kl"] = "nll"
-    """loss on samples of role replay: nll, the next token's negative log likelihood, or kl,
-    KL(base || model), as on samples of role self_generated"""
+    """loss on samples of role replay: the next token's negative log likelihood (nll), or KL(base ||
+    model) as on self-generated text"""
     self_generated_fraction: Fraction = 0.0625
     """share of the samples drawn from the corpora of role self_generated, if there are any"""
     kl_coefficient: PositiveFloat = 1.0
     """coefficient of KL(base || model) in the loss, on all samples that have this loss"""
     temperature: Annotated[float, Field(ge=1)] | None = None
-    """how the sizes of corpora count within a role: the weight of each is multiplied by tokens^(1 /
-    temperature); 1 draws in proportion to the sizes, 3.3 (mT5) more evenly; default: only `weight`
-    counts"""
+    """the weight of a corpus within its role is multiplied by tokens^(1 / temperature): 1 draws in
+    proportion to size, 3.3 (mT5) more evenly; default: only `weight` counts"""
     chat_date: date = CHAT_DATE
-    """date that a chat template is told when it asks for today's (`strftime_now`), so that tokens
-    do not depend on the day"""
+    """date that chat templates get as today's (`strftime_now`), so that tokens do not depend on the
+    day"""
     chat_start: ChatStart = "template"
-    """what a chat begins with: template, exactly what the chat template writes, as a server that
-    calls it sends; or tokenizer, the start token that the tokenizer puts before every text"""
+    """what a chat begins with: what its template writes, as servers send it, or the tokenizer's
+    start token"""
     document_mask: bool = True
     """whether attention and positions stay within a document"""
 

@@ -17,8 +17,8 @@ class Preflight(Section):
     min_gb_per_s: Annotated[float, Field(ge=0)] | None = None
     """lowest rate at which a rank sends in an all-reduce; default: 0.5 on GPUs, 0.001 on CPUs"""
     slow_factor: Annotated[float, Field(gt=1)] | None = None
-    """how many times longer than on the other ranks a matrix product may take on one rank; default:
-    no limit, and the log names the slowest rank"""
+    """times that a matrix product may take longer on one rank than on the others; default: no
+    limit, the log names the slowest"""
 
 
 class WatchdogSettings(Section):
@@ -31,8 +31,7 @@ class WatchdogSettings(Section):
     noticed immediately"""
     # Of a phase, not a step: a step may include a validation or a save, which take minutes.
     hung_after_s: PositiveFloat = 600.0
-    """seconds without any rank leaving its phase of a step (data, forward, backward, step) after
-    which the run counts as hung"""
+    """seconds without any rank leaving its phase (data, forward, backward, step) after which the
+    run counts as hung"""
     slow_after_s: PositiveFloat = 1800.0
-    """seconds without any rank leaving the start, a validation or a save after which the run counts
-    as hung"""
+    """the same for the start, a validation and a save"""

@@ -28,7 +28,7 @@ class ExpansionWidths(Section):
     intermediate_size: PositiveInt
     """channels added to the FFN"""
     num_attention_heads: PositiveInt
-    """query heads added to attention, a multiple of the query heads per key/value head"""
+    """query heads added, a multiple of the query heads per key/value head"""
 
 
 class Initialisers(Section):
@@ -44,8 +44,8 @@ class OwnRows(Section):
     """Rows of their own, for tokens that a gate opens."""
 
     min_count: PositiveInt = 20
-    """how often a token must occur in the corpora of role new to get a row of its own; all rarer
-    tokens share one row"""
+    """occurrences in the corpora of role new that give a token rows of its own; rarer tokens share
+    one"""
 
 
 class MethodSettings(Section):
@@ -70,31 +70,29 @@ class ScaleMethod(MethodSettings):
 
     name: Literal["scale"]
     variant: Literal["preserve", "adapt", "route"] = "adapt"
-    """variant of SCALE: preserve keeps the base stream exactly, adapt trains W12 in the upper
-    layers, which changes it, and route chooses between the two for each token"""
+    """preserve keeps the base stream exactly; adapt trains W12 in the upper layers, which changes
+    it; route chooses between the two for each token"""
     expansion: ExpansionWidths
     l_fp: NonNegativeInt | None = None
     """number of lower layers without W12, which adapt and route need; not for preserve"""
     collaborative_modules: CollaborativeModules = "attention"
     """modules in which W12 trains, in the layers from l_fp on"""
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
-    """τ of variant route: a token takes the mean of both paths if the cosine of their logits is
-    above it, and the adapted path if not"""
+    """τ of route: a token whose two paths have logits of a cosine above it takes their mean, else
+    the adapted path"""
     norm: Literal["separate", "base"] = "separate"
-    """stream whose mean square normalises the expansion stream: the expansion stream itself
-    (separate), or the base stream (base), which a merged export needs"""
+    """stream whose mean square normalises the expansion stream: its own (separate), or the base's,
+    which a merged export needs"""
     initialisers: Initialisers = Initialisers()
     own_rows: OwnRows | Literal["all"] | None = None
-    """trained differences of embedding rows and output rows, for tokens that the gate opens: of
-    every token that is frequent enough, or of all tokens; default: none"""
+    """trained differences of embedding and output rows, for tokens that the gate opens: of frequent
+    tokens, or of all"""
     own_gains: bool = False
-    """whether the gains of norms have trained differences, for tokens that the gate opens"""
+    """whether gains of norms have trained differences, for tokens that the gate opens"""
     low_rank: PositiveInt | None = None
-    """rank of the trained differences B A of the base's linear maps, for tokens that the gate
-    opens; default: none"""
+    """rank of trained differences B A of the base's linear maps, for tokens that the gate opens"""
     own_first_layer: NonNegativeInt | None = None
-    """for variant preserve: first layer in which open tokens have weights of their own; with
-    variant adapt it is l_fp"""
+    """for preserve: first layer with open weights; with adapt it is l_fp"""
 
     @property
     def has_own_weights(self) -> bool:
@@ -185,12 +183,12 @@ class Lora(MethodSettings):
     alpha: PositiveFloat | None = None
     """numerator of the factor alpha / rank on B A X; default: the rank, which makes the factor 1"""
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
-    """linear maps that get an adapter, in every layer; default: all of them"""
+    """linear maps with an adapter, in every layer; default: all"""
     own_rows: OwnRows | Literal["all"] | None = None
-    """trained differences of embedding rows and output rows, for tokens that the gate opens: of
-    every token that is frequent enough, or of all tokens; default: none"""
+    """trained differences of embedding and output rows, for tokens that the gate opens: of frequent
+    tokens, or of all"""
     own_gains: bool = False
-    """whether the gains of norms have trained differences, for tokens that the gate opens"""
+    """whether gains of norms have trained differences, for tokens that the gate opens"""
     own_first_layer: NonNegativeInt = 0
     """first layer with adapters and own gains; own rows enter there"""
 

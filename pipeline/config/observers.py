@@ -13,8 +13,8 @@ class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
     peak_tflops: PositiveFloat | None = None
-    """dense peak performance of one device in the run's precision, of which MFU is a share;
-    default: NVIDIA's 16-bit figure for known GPUs, and no MFU for others"""
+    """dense peak of one device in the run's precision, of which MFU is a share; default: NVIDIA's
+    16-bit figure for known GPUs, else no MFU"""
     log_every_s: PositiveFloat = 10.0
     """smallest number of seconds between two progress lines in a log"""
 

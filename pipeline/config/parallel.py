@@ -11,16 +11,14 @@ class Parallel(Section):
     tp_size: PositiveInt = 1
     """tensor-parallel size: ranks that share each layer, best within a node"""
     sequence_parallel: bool = False
-    """whether each tensor-parallel rank holds only its part of a sequence outside the split linear
-    maps, which saves memory of activations"""
+    """whether tensor-parallel ranks divide sequences outside the split linear maps, which saves
+    memory of activations"""
     expert_size: PositiveInt = 1
-    """expert-parallel size: number of data-parallel ranks that share the frozen experts of a
-    mixture; each holds some experts whole, and computes them for the tokens of all these ranks
-    (docs/sizing.md)"""
+    """data-parallel ranks that share the frozen experts of a mixture: each holds some whole and
+    computes them for all (docs/sizing.md)"""
     padded_experts: bool = False
-    """whether buffers between ranks that share experts have the size of the largest possible number
-    of rows: the host then never waits for the true number, but a layer's experts take up to
-    expert_size times the memory"""
+    """whether buffers between these ranks have the largest possible size: the host never waits, but
+    experts take up to expert_size times the memory"""
 
     @property
     def fewest_ranks(self) -> int:

@@ -47,12 +47,12 @@ class RunConfig(Section):
     """pretrained model: a Hugging Face folder with safetensors, a GGUF file, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
     base_code: BaseCode | None = None
-    """which code computes the base: this package's (native), or transformers', which knows every
-    model_type but supports fewer settings (docs/architectures.md); default: native for families
-    that this package has"""
+    """whose code computes the base: native is this package's, transformers knows every model_type
+    but supports fewer settings (docs/architectures.md); default: native for the families of this
+    package"""
     base_precision: BasePrecision = "bf16"
-    """how frozen linear maps are stored: in the type that the DeepSpeed file sets (bf16), in 8 bits
-    (fp8), or in 4 bits (nf4; docs/method.md)"""
+    """how frozen linear maps are stored: in the type of the DeepSpeed file (bf16), in 8 bits (fp8)
+    or in 4 (nf4; docs/method.md)"""
     fp8: Fp8Settings = Fp8Settings()
     """how a base in fp8 is stored and multiplied (docs/method.md)"""
     vocabulary: VocabularySettings | None = None
@@ -94,16 +94,16 @@ class RunConfig(Section):
     deepspeed: Path
     """DeepSpeed configuration, a file of ds_configs/, for ZeRO and precision only"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
-    """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
+    """layers whose activations are recomputed in the backward pass: none, those from l_fp on
     (collaborative), or all"""
     recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
-    """results that recomputed layers keep: nothing, the results of attention kernels (attention),
-    or also the products of gate and up maps (products; docs/sizing.md)"""
+    """what recomputed layers keep: nothing, the results of attention kernels, or also the products
+    of gate and up maps (docs/sizing.md)"""
     deterministic: bool = False
-    """whether GPUs use deterministic kernels where there are any: a command then gives the same
-    bits each time, but is slower (docs/checkpoints.md)"""
+    """whether GPUs use deterministic kernels, where there are any: equal bits each time, but slower
+    (docs/checkpoints.md)"""
     compile: bool = False
-    """whether each layer is compiled with torch.compile (not with ZeRO-3); steps take 9 to 14 %
+    """whether each layer is compiled with torch.compile (not with ZeRO-3); a step takes 9 to 14 %
     less time on an H100"""
 
     @model_validator(mode="after")

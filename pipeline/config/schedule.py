@@ -63,8 +63,8 @@ class Schedule(Section):
     learning_rate: PositiveFloat
     """peak learning rate, reached after the warm-up"""
     optimizer: Annotated[str, AfterValidator(_offered)] = "adamw"
-    """optimizer: AdamW for all parameters (adamw), Muon for the matrices within layers and AdamW
-    for all others (muon), or one of an extension; all with learning_rate (docs/methods.md)"""
+    """adamw, muon (the matrices within layers; AdamW for all others), or one of an extension; all
+    with learning_rate (docs/methods.md)"""
     decay: DecayShape = "linear"
     """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06
@@ -76,8 +76,8 @@ class Schedule(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """weight decay of matrices; biases and the gains of norms do not decay"""
     learning_rate_factors: dict[str, PositiveFloat] = {}
-    """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or by pattern of
-    parameter names; the last key that matches a parameter counts (docs/methods.md)"""
+    """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or pattern of parameter
+    names; the last that matches counts (docs/methods.md)"""
     weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
     """factors of weight_decay, by kind of block or by pattern of parameter names"""
     # 0.95 as in GPT-3 and Llama: with 0.999 the second moment of a spike lasts for a thousand

@@ -13,25 +13,23 @@ class Stability(Section):
     """The handling of bad steps, and when a run is ended as diverged (docs/stability.md)."""
 
     max_skipped_steps: NonNegativeInt = 20
-    """largest number of skipped steps in the whole run, with steps of NaN or infinity and steps
-    that a rollback skips counted together; beyond it the run ends as diverged"""
+    """skipped steps in the whole run, those of NaN or infinity and of rollbacks together, beyond
+    which it ends as diverged"""
     # In nats above the median, not as a multiple: near a loss of 0.01 noise alone doubles it
     # (docs/adr/0011-one-job-a-run-folder.md).
     loss_increase: PositiveFloat | None = 1.0
-    """how many nats per token above its running median the loss must be for a step to count as a
-    spike; null: the loss never counts"""
+    """nats a token above its running median at which a loss is a spike; null: never"""
     gradient_norm_factor: Annotated[float, Field(gt=1)] | None = 10.0
-    """how many times its running median the gradient norm must be for a step to count as a spike,
-    if the norm is also above gradient_clipping; null: the gradient norm never counts"""
+    """times its running median at which a gradient norm above gradient_clipping is a spike; null:
+    never"""
     window: Annotated[int, Field(ge=2)] = 128
-    """number of steps that a running median is over; before so many steps no step counts as a
-    spike"""
+    """steps of a running median; before so many no step is a spike"""
     # Three in a row, because training recovers from a single bad batch.
     spike_steps: PositiveInt = 3
-    """number of spikes in a row after which the run rolls back to the last checkpoint before them,
-    and skips them"""
+    """spikes in a row after which the run rolls back to the last checkpoint before them, and skips
+    them"""
     max_rollbacks: NonNegativeInt = 3
-    """largest number of rollbacks in the whole run; the next spikes end it as diverged"""
+    """rollbacks in the whole run; the next spikes end it as diverged"""
 
     @property
     def rollback_steps(self) -> int:
@@ -51,13 +49,12 @@ class Forgetting(Section):
     """
 
     max_increase: PositiveFloat | None = None
-    """largest increase of the held-out perplexity since step 0, as a fraction: 0.05 is 5 %;
-    default: no limit"""
+    """largest increase of held-out perplexity since step 0: 0.05 is 5 %; default: no limit"""
     max_kl_from_base: PositiveFloat | None = None
-    """largest KL(base || model) in nats per token, on the first held-out batch of validation.probe,
-    or of role replay; default: no limit"""
+    """largest KL(base || model) in nats a token, on the first held-out batch of validation.probe or
+    role replay; default: no limit"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
-    """what happens beyond either limit: a warning in the log (warn), saving and ending the run
-    (stop), or a lower learning rate for the rest of the run (lower_learning_rate)"""
+    """beyond either limit: a warning in the log, saving and ending the run (stop), or a lower
+    learning rate for the rest of the run"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """factor on the learning rate, each time that the action lower_learning_rate is taken"""

@@ -73,8 +73,8 @@ class Stage(Section):
     """share of the samples drawn from the corpora of role self_generated; default:
     data.self_generated_fraction"""
     passage_steps: NonNegativeInt = 0
-    """number of the first steps over which the proportions of the corpora change linearly from
-    those of the stage before to those of this stage"""
+    """first steps over which the proportions of the corpora change linearly from the stage
+    before"""
 
 
 def schedule_of(stage: Stage, schedule: Schedule) -> Schedule:

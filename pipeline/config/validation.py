@@ -14,24 +14,21 @@ class ValidationSettings(Section):
     """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
-    """number of steps from one validation to the next; there is also one at the start and one at
-    the end"""
+    """steps from one validation to the next; there is also one at the start and at the end"""
     max_sequences: PositiveInt = 64
     """largest number of sequences that are scored of each held-out part"""
     probe: CorpusName | None = None
-    """corpus with a held-out part, of any role, on whose first held-out batch the drift from the
-    base is measured; default: the first corpus of role replay"""
+    """corpus on whose first held-out batch the drift from the base is measured; default: the first
+    of role replay"""
     prompts: list[str] = []
-    """texts that the model continues at each validation by greedy decoding; the continuations go to
-    TensorBoard and the trackers"""
+    """texts that the model continues greedily at each validation, for TensorBoard and the
+    trackers"""
     prompt_tokens: PositiveInt = 64
     """number of tokens by which each prompt is continued"""
     tasks: list[str] = []
-    """tasks of lm-eval, with choices or written answers, that the model is scored on during
-    training (docs/evaluation.md)"""
+    """tasks of lm-eval on which the model is scored during training (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
-    """number of validations from one with the tasks to the next; the first and the last validation
-    always have the tasks"""
+    """validations from one with tasks to the next; the first and the last always have them"""
     tasks_limit: PositiveInt | None = None
     """how many questions of each task are asked, the first ones; default: all"""
     few_shot: NonNegativeInt | None = None
@@ -39,11 +36,10 @@ class ValidationSettings(Section):
     tasks_folder: Path | None = None
     """folder of further tasks in lm-eval's format, whose Python code is run; default: none"""
     stop_after: PositiveInt | None = None
-    """number of validations in a row without a lower nll_per_token on the new text after which the
-    run cools down and ends (docs/stability.md); default: the run ends with its schedule"""
+    """validations in a row without a lower nll_per_token of new text after which the run cools down
+    and ends (docs/stability.md); default: it ends with its schedule"""
     cool_down_steps: NonNegativeInt = 0
-    """number of steps over which the learning rate falls to its final value in a run that
-    `stop_after` ends"""
+    """steps over which the rate falls to its final value in a run that `stop_after` ends"""
 
     @model_validator(mode="after")
     def _settings_belong_together(self) -> ValidationSettings:

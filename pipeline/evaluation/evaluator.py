@@ -6,8 +6,10 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.config.run import RunConfig
 from pipeline.errors import ExtensionError
 from pipeline.extension import extensions, load_object
 
@@ -25,11 +27,14 @@ class Evaluator(ABC):
         help: one line for the option that chooses it.
         after: the option that this one follows in `--help`.
         title: of the group of its further options in `--help`.
+        scores_runs: whether it also scores a run; then it has `run_evaluation`, and summary.json an
+            entry of the name of its option.
     """
 
     help: str
     after: Literal["--model", "--data"] = "--data"
     title: str
+    scores_runs: bool = False
 
     @abstractmethod
     def add_options(self, group: argparse._ArgumentGroup) -> None:
@@ -42,6 +47,34 @@ class Evaluator(ABC):
     @abstractmethod
     def table(self, scores: Mapping[str, Any]) -> str:
         """A table of what `scores` returned, for a terminal."""
+
+    def run_evaluation(self, config: RunConfig, arguments: argparse.Namespace) -> RunEvaluation:
+        """What scores the base and the export of a run by these options."""
+        raise NotImplementedError
+
+
+class RunEvaluation(ABC):
+    """What scores the base and the export of a run, for its summary and its model card.
+
+    Attributes:
+        title: of its section in the model card.
+        scored: what it scores, the head of the first column there.
+    """
+
+    title: str
+    scored: str
+
+    @abstractmethod
+    def read(self) -> None:
+        """Reads what models are scored on, before any is scored; raises a UserError."""
+
+    @abstractmethod
+    def scores(self, folder: Path) -> Any:
+        """The scores of the model in `folder`, as JSON can hold them."""
+
+    @abstractmethod
+    def rows(self, scores: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+        """The head of a table and its rows, of scores by the name of the model."""
 
 
 @cache
@@ -61,3 +94,8 @@ def evaluators() -> Mapping[str, Evaluator]:
                 )
             found[name] = load_object(place)
     return found
+
+
+def run_evaluators() -> list[str]:
+    """The names of the evaluators that also score a run."""
+    return [name for name, evaluator in evaluators().items() if evaluator.scores_runs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
 from pipeline.data.tokenize.input_files import input_files
 from pipeline.errors import CheckpointError, ConversionError, UserError
-from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
+from pipeline.evaluation.evaluator import RunEvaluation, run_evaluators
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
 from pipeline.evaluation.table import score_table, table
 from pipeline.files.hashes import file_hash
@@ -35,20 +35,19 @@ def summarise(
     *,
     max_bytes: int = DEFAULT_BYTES,
     prefix: Prefix = "document",
-    chats: Sequence[str] = (),
-    max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
+    asked: Mapping[str, RunEvaluation] | None = None,
 ) -> str:
     """Scores the base and the exported model of a finished run, and writes `summary.json`.
 
-    An earlier summary of the same base, export and texts is completed: with `chats` its
-    perplexities are kept, without `chats` its answers.
+    An earlier summary of the same base, export and texts is completed: its perplexities are kept
+    where anything is `asked`, and what is not `asked` always.
 
     Args:
         config: the run, on whose held-out texts both are scored.
         max_bytes: how much of each text is scored; see `score_folder`.
         prefix: what documents are scored after; see `score_folder`.
-        chats: files of chats that both answer; the results also go to the model card.
-        max_answer_tokens: the longest answer to a chat.
+        asked: what both are scored by beside texts, by the names of evaluators; these scores also
+            go to the model card.
 
     Returns:
         A table of the results, and where they are.
@@ -67,12 +66,17 @@ def summarise(
     gate = None
     if config.gate is not None:
         gate = open_record(config.folder / GATE_FOLDER)
-    asked = read_chats(chats)
+    asked = asked or {}
+    for evaluation in asked.values():
+        evaluation.read()
     scored_for = _scored_for(config, max_bytes=max_bytes, prefix=prefix)
     earlier = _earlier(summary, scored_for)
 
     if asked and earlier is not None:
-        _logger.info("%s: its perplexities stay; without --chats they are scored again", summary)
+        options = " and ".join(f"--{name}" for name in asked)
+        _logger.info(
+            "%s: its perplexities stay; without %s they are scored again", summary, options
+        )
         scores: dict[str, dict[str, Score]] = {}
         for when, found in earlier["scores"].items():
             scores[when] = _scores_of(found)
@@ -89,14 +93,13 @@ def summarise(
                 prefix=prefix,
             )
 
-    answered: dict[str, Any] = {}
-    if asked:
+    further: dict[str, dict[str, Any]] = {}
+    for evaluator in run_evaluators():
+        further[evaluator] = earlier[evaluator] if earlier is not None else {}
+    for evaluator, evaluation in asked.items():
+        further[evaluator] = {}
         for when, folder in _folders(config).items():
-            answered[when] = score_chats(
-                folder, asked, max_answer_tokens=max_answer_tokens, chat_date=config.data.chat_date
-            )
-    elif earlier is not None:
-        answered = earlier["chats"]
+            further[evaluator][when] = evaluation.scores(folder)
 
     fraction = training["trainable_parameters"] / training["total_parameters"]
     values = {
@@ -106,7 +109,7 @@ def summarise(
         "hf_folder": str(hf_folder),
         "scores": scores,
         "scored_for": scored_for,
-        "chats": answered,
+        **further,
     }
     if gate is not None:
         values["gate_open"] = {name: text.open_fraction for name, text in gate.heldout.items()}
@@ -121,10 +124,12 @@ def summarise(
     name = _method_title(config)
     columns = _gate_columns(gate, name) if gate is not None else None
     tables = [score_table({"base": scores["before"], name: scores["after"]}, columns)]
-    if asked:
-        head, rows = chat_rows({"base": answered["before"], name: answered["after"]})
+    for evaluator, evaluation in asked.items():
+        found = further[evaluator]
+        head, rows = evaluation.rows({"base": found["before"], name: found["after"]})
         tables.append(table(head, rows))
-        add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], rows))
+        in_markdown = markdown_table([evaluation.scored, *head[1:]], rows)
+        add_to_card(hf_folder, evaluation.title, in_markdown)
     return "\n\n".join([*tables, _notes(config, fraction), _places(config)])
 
 
@@ -220,7 +225,7 @@ def _earlier(path: Path, scored_for: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if found.get("scored_for") != scored_for:
         return None
-    for part in ("scores", "chats"):
+    for part in ("scores", *run_evaluators()):
         if not isinstance(found.get(part), dict):
             return None
     return found

@@ -13,6 +13,7 @@ NAMES = (
     "report",
     "first_config",
     "tasks",
+    "chats",
     "compatibility",
 )
 """In the order in which the core asks them."""

@@ -35,6 +35,7 @@ from pipeline.parallel.cross_entropy import (
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
 from pipeline.parallel.logit_columns import LogitColumns
+from pipeline.scale_math import OpenTokens
 
 
 class Losses(NamedTuple):
@@ -115,13 +116,13 @@ class LossSettings:
         targets: [N], IGNORED where nothing is predicted.
         reference: [K, D], the base's hidden states for the first K tokens, whose loss is KL(base ||
             model).
-        closed: the field of `HiddenStates`.
+        open_tokens: the field of `HiddenStates`.
     """
 
     projection: Projection
     targets: Tensor
     reference: Tensor | None
-    closed: Tensor | None
+    open_tokens: OpenTokens
 
 
 def chunked_loss(settings: LossSettings, inputs: LossInputs) -> Losses:
@@ -168,7 +169,7 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
         x_up=inputs.x_up,
         preserved_x=inputs.preserved_x,
         preserved_x_up=inputs.preserved_x_up,
-        closed=settings.closed,
+        open_tokens=settings.open_tokens,
     )
     kl_tokens = 0 if settings.reference is None else len(settings.reference)
     trains = any(gradient is not None for gradient in gradients.in_order())
@@ -178,7 +179,7 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     own_columns: OwnColumns | None = None
     open_weight: Tensor | None = None
     if trains and inputs.own_rows is not None:
-        assert settings.closed is None, "training has no gate: every token is open"
+        assert settings.open_tokens.closed is None, "training has no gate: every token is open"
         own_columns = projection.own_columns()
         open_weight = projection.open_weight()
 

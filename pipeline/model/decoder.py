@@ -25,7 +25,6 @@ from pipeline.model.paths import (
     OwnInput,
     TokenBatch,
     run_base,
-    run_open,
     run_preserved,
     run_routed,
     run_widened,
@@ -46,7 +45,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import choose_path
+from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""
@@ -192,22 +191,24 @@ class Decoder(CausalDecoder):
         if path == "base":
             return self._base_states(layers, streams)
         if path == "preserved":
-            return self._final_states(run_preserved(layers, streams), is_base=True)
+            return self._final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
         if self.gate is not None:
             return self._gated_states(self.gate, layers, streams, batch)
         if self._is_routed:
             return self._final_states(*run_routed(layers, streams, streams))
-        own = self._own_input_of(tokens)
-        if own is not None:
-            return self._final_states(run_open(layers, streams, own))
+        layers = self._with_own_input(layers, tokens)
         return self._final_states(run_widened(layers, streams))
 
     def _final_states(
-        self, streams: Streams, preserved: Streams | None = None, *, is_base: bool = False
+        self,
+        streams: Streams,
+        preserved: Streams | None = None,
+        *,
+        open_tokens: OpenTokens = ALL_OPEN,
     ) -> HiddenStates:
         """The final norm of the streams, and of Route's preserved path; then all positions' rows on
         every rank."""
-        x, x_up = apply_norm(self.final_norm, streams, is_base)
+        x, x_up = apply_norm(self.final_norm, streams, open_tokens)
         preserved_x: Tensor | None = None
         preserved_x_up: Tensor | None = None
         if preserved is not None:
@@ -217,25 +218,26 @@ class Decoder(CausalDecoder):
         x, x_up, preserved_x, preserved_x_up = enter_region(
             self.tp, x, x_up, preserved_x, preserved_x_up
         )
-        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, is_base=is_base)
+        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, open_tokens=open_tokens)
         return hidden.one_token_a_row()
 
-    def _own_input_of(self, tokens: Tensor) -> OwnInput | None:
-        """What open tokens add to x; None for a model without own input rows."""
+    def _with_own_input(self, layers: LayerPass, tokens: Tensor) -> LayerPass:
+        """The pass with what open tokens add to x, if the model has own input rows."""
         if self.own_input is None:
-            return None
+            return layers
         assert self.plan is not None and self.plan.own is not None, "they come with own rows"
-        return OwnInput(self.plan.own.first_layer, self.own_input(tokens))
+        first = self.layers[self.plan.own.first_layer]
+        return replace(layers, own_input=OwnInput(first, self.own_input(tokens)))
 
     def _base_states(self, layers: LayerPass, streams: Streams) -> HiddenStates:
         """The base's own hidden states, to the bit those of the base model."""
         if self.tp.size <= 2:
-            return self._final_states((run_base(layers, streams[0]), None), is_base=True)
+            return self._final_states((run_base(layers, streams[0]), None), open_tokens=NONE_OPEN)
         # Over three or more ranks, the order of a sum depends on an element's position in the
         # message. There the expansion stream runs along, without effect on the base stream, so that
         # the base's results are bit-identical.
-        preserved = self._final_states(run_preserved(layers, streams), is_base=True)
-        return HiddenStates(preserved.x, is_base=True)
+        preserved = self._final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
+        return HiddenStates(preserved.x, open_tokens=NONE_OPEN)
 
     def _with_balance_loss(self, losses: Losses, loads: Sequence[Load], length: int) -> Losses:
         """Adds the loss that balances the experts, where the routers of a mixture train: that of a
@@ -341,22 +343,25 @@ class Decoder(CausalDecoder):
         if batch.documents is not None:
             document_ids = batch.documents.ids
 
-        def closes(x: Tensor) -> Tensor:
-            return self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)
+        def decide(x: Tensor) -> OpenTokens:
+            closed = self.gate_closes(gate, x, batch.tokens, document_ids)
+            return OpenTokens(closed=closed.unsqueeze(-1))
 
         if plan.routed:
-            adapted, preserved, closed = run_routed_with_gate(layers, streams, gate.layer, closes)
+            adapted, preserved, open_tokens = run_routed_with_gate(
+                layers, streams, gate.layer, decide
+            )
             last = self.final_norm(*adapted)
             preserved_last = self.final_norm(*preserved)
         else:
-            own = self._own_input_of(batch.tokens)
-            streams, closed = run_gated(
-                layers, streams, gate.layer, plan.collaborative_from, closes, own
+            layers = self._with_own_input(layers, batch.tokens)
+            streams, open_tokens = run_gated(
+                layers, streams, gate.layer, plan.collaborative_from, decide
             )
             # One path, on which closed tokens had no W12, and nothing of their own.
-            last = preserved_last = apply_norm(self.final_norm, streams, closed)
-        x, x_up = choose_path(closed, preserved_last, last)
-        return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
+            last = preserved_last = apply_norm(self.final_norm, streams, open_tokens)
+        x, x_up = choose_path(open_tokens, preserved_last, last)
+        return HiddenStates(x, x_up, open_tokens=open_tokens).one_token_a_row()
 
     def add_reference(self) -> None:
         """Adds a frozen copy of the base, uninitialised: what KL(base || model) needs where the
@@ -383,13 +388,14 @@ class Decoder(CausalDecoder):
 
         streams = self._embedded(batch.tokens)
         dtype = streams[0].dtype
-        layers = self._layer_pass(batch, dtype)
+        layers = self._with_own_input(self._layer_pass(batch, dtype), batch.tokens)
         base_layers = self._layer_pass(of_base, dtype)
-        own = self._own_input_of(batch.tokens)
-        streams, base_x = run_beside_base(layers, streams, base_layers, sequences, own)
+        streams, base_x = run_beside_base(layers, streams, base_layers, sequences)
         hidden = self._final_states(streams)
         if base_x is None:
             # Preserve: the model's base stream is the base's.
             return replace(hidden, reference=hidden.x[: of_base.tokens.numel()].detach())
         with torch.no_grad():
-            return replace(hidden, reference=self._final_states((base_x, None), is_base=True).x)
+            return replace(
+                hidden, reference=self._final_states((base_x, None), open_tokens=NONE_OPEN).x
+            )

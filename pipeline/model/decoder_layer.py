@@ -33,6 +33,7 @@ from pipeline.scale.widened_linear import (
     WidenedRowLinear,
 )
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
+from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 
 @dataclass(frozen=True)
@@ -97,24 +98,21 @@ class DecoderLayer(nn.Module):
             add_low_rank_differences(self, own, tp)
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False
+        self, x: Tensor, x_up: Tensor | None, context: Context, open_tokens: OpenTokens = ALL_OPEN
     ) -> Streams:
-        """`masked` skips what was added to the base stream: W12, adapters, and an added layer.
-
-        As a mask [B, S, 1] it skips W12 for some of the tokens.
-        """
-        if masked is True and self.added:
+        """Open tokens alone read what was added to x: W12, adapters, and an added layer."""
+        if open_tokens.none and self.added:
             return x, x_up
         streams = (x, x_up)
-        normed = apply_norm(self.attention_norm, streams, masked)
-        attended = self.attention(*normed, context, masked=masked)
-        summed = _add(streams, apply_norm(self.attention_post_norm, attended, masked))
+        normed = apply_norm(self.attention_norm, streams, open_tokens)
+        attended = self.attention(*normed, context, open_tokens=open_tokens)
+        summed = _add(streams, apply_norm(self.attention_post_norm, attended, open_tokens))
         # With parallel residuals (GPT-NeoX) the FFN reads what attention read.
         ffn_input = streams if self.parallel_residual else summed
-        fed = self.ffn(*apply_norm(self.ffn_norm, ffn_input, masked), masked=masked)
+        fed = self.ffn(*apply_norm(self.ffn_norm, ffn_input, open_tokens), open_tokens=open_tokens)
         # x and x_up are never added to each other here: what the expansion does to the base goes
         # through W12 alone.
-        return _add(summed, apply_norm(self.ffn_post_norm, fed, masked))
+        return _add(summed, apply_norm(self.ffn_post_norm, fed, open_tokens))
 
 
 class Attention(nn.Module):
@@ -159,14 +157,23 @@ class Attention(nn.Module):
         return Part(count * self.head_dim, count)
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False
+        self,
+        x: Tensor,
+        x_up: Tensor | None,
+        context: Context,
+        *,
+        open_tokens: OpenTokens = ALL_OPEN,
     ) -> Streams:
         # One collective for both streams before the region, and one after it, as in Megatron-LM's
         # layer without an expansion.
         x, x_up = enter_region(self.tp, x, x_up)
-        query, query_up = apply_norm(self.query_norm, self.query(x, x_up, masked=masked), masked)
-        key, key_up = apply_norm(self.key_norm, self.key(x, x_up, masked=masked), masked)
-        value, value_up = self.value(x, x_up, masked=masked)
+        query, query_up = apply_norm(
+            self.query_norm, self.query(x, x_up, open_tokens=open_tokens), open_tokens
+        )
+        key, key_up = apply_norm(
+            self.key_norm, self.key(x, x_up, open_tokens=open_tokens), open_tokens
+        )
+        value, value_up = self.value(x, x_up, open_tokens=open_tokens)
         # Base and added heads in calls of their own: a kernel may split its work, and so round, by
         # the number of heads.
         heads = self._attend(query, key, value, context)
@@ -175,7 +182,7 @@ class Attention(nn.Module):
             heads_up = self._attend(query_up, key_up, value_up, context)
             if self.share_of_expansion_heads != 1.0:
                 heads_up = heads_up * self.share_of_expansion_heads
-        return leave_region(self.tp, *self.output(heads, heads_up, masked=masked))
+        return leave_region(self.tp, *self.output(heads, heads_up, open_tokens=open_tokens))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
@@ -216,17 +223,19 @@ class FeedForward(nn.Module):
             inner, hidden, bias=spec.ffn_bias, collaborative=collaborative, tp=tp
         )
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
+    ) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        inner, inner_up = self.up(x, x_up, masked=masked)
+        inner, inner_up = self.up(x, x_up, open_tokens=open_tokens)
         gate: Tensor | None = None
         gate_up: Tensor | None = None
         if self.gate is not None:
-            gate, gate_up = self.gate(x, x_up, masked=masked)
+            gate, gate_up = self.gate(x, x_up, open_tokens=open_tokens)
         inner = self._activate(inner, gate)
         if inner_up is not None:
             inner_up = self._activate(inner_up, gate_up)
-        return leave_region(self.tp, *self.down(inner, inner_up, masked=masked))
+        return leave_region(self.tp, *self.down(inner, inner_up, open_tokens=open_tokens))
 
     def _activate(self, inner: Tensor, gate: Tensor | None) -> Tensor:
         if gate is None:
@@ -288,13 +297,13 @@ def _features(count: int) -> Part:
     return Part(count, count)
 
 
-def apply_norm(norm: nn.Module | None, streams: Streams, masked: bool | Tensor = False) -> Streams:
-    """The streams through `norm`, if there is one; `masked` as in `DecoderLayer`."""
+def apply_norm(
+    norm: nn.Module | None, streams: Streams, open_tokens: OpenTokens = ALL_OPEN
+) -> Streams:
+    """The streams through `norm`, if there is one; `open_tokens` as in `DecoderLayer`."""
     normed: Streams = streams
-    if isinstance(norm, (NormWithOwnGain, HeadNormWithOwnGain)):
-        normed = norm(*streams, masked=masked)
-    elif norm is not None:
-        normed = norm(*streams)
+    if norm is not None:
+        normed = norm(*streams, open_tokens=open_tokens)
     return normed
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale_math import masked_sum
+from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 
 class AddedColumnLinear(nn.Module):
@@ -61,10 +61,10 @@ class AddedRowLinear(nn.Module):
         )
 
     def forward(
-        self, y: Tensor, h: Tensor, *, masked: bool | Tensor = False
+        self, y: Tensor, h: Tensor, *, open_tokens: OpenTokens = ALL_OPEN
     ) -> tuple[Tensor, Tensor]:
-        if self.expansion_to_base is not None and masked is not True:
-            y = masked_sum(y, self.expansion_to_base(h), masked)
+        if self.expansion_to_base is not None:
+            y = open_tokens.add(y, self.expansion_to_base, h)
         return y, self.expansion_to_expansion(h)
 
 

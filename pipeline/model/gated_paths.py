@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from pipeline.model.paths import LayerPass, OwnInput, run_routed, run_widened
+from pipeline.model.paths import LayerPass, run_routed, run_widened
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import NONE_OPEN, OpenTokens, choose_path
 
 
 class TokenGate(Protocol):
@@ -32,9 +32,8 @@ class TokenGate(Protocol):
         """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
 
 
-CloseTokens = Callable[[Tensor], Tensor]
-"""x: [B, S, D], the base stream before the gate's layer -> which tokens the gate closes: bool [B,
-S, 1]."""
+Decision = Callable[[Tensor], OpenTokens]
+"""x: [B, S, D], the base stream before the gate's layer -> the tokens that the gate opens."""
 
 
 def run_gated(
@@ -42,28 +41,25 @@ def run_gated(
     streams: Streams,
     gate_layer: int,
     first_changed: int,
-    closes: CloseTokens,
-    own: OwnInput | None = None,
-) -> tuple[Streams, Tensor]:
+    decide: Decision,
+) -> tuple[Streams, OpenTokens]:
     """Preserve, Adapt and LoRA with a gate: what was added to the base stream is skipped for closed
     tokens. It begins at layer `first_changed`.
 
     Where the gate reads at or below that layer, one pass serves both kinds of tokens. Otherwise the
-    layers between run twice. Returns the streams and the closed tokens.
+    layers between run twice. Returns the streams and the open tokens.
     """
     if gate_layer > first_changed:
-        streams, closed = _run_until_gate(layers, streams, gate_layer, first_changed, closes, own)
+        streams, open_tokens = _run_until_gate(layers, streams, gate_layer, first_changed, decide)
         rest = layers.part(gate_layer, None)
     else:
         streams = run_widened(layers.part(None, gate_layer), streams)
-        closed = closes(streams[0])
+        open_tokens = decide(streams[0])
         streams = run_widened(layers.part(gate_layer, first_changed), streams)
-        if own is not None:
-            streams = own.added_to(streams, masked=closed)
         rest = layers.part(first_changed, None)
     for layer in rest.layers:
-        streams = layers.run(layer, streams, masked=closed)
-    return streams, closed
+        streams = layers.run(layer, streams, open_tokens=open_tokens)
+    return streams, open_tokens
 
 
 def _run_until_gate(
@@ -71,9 +67,8 @@ def _run_until_gate(
     streams: Streams,
     gate_layer: int,
     first_changed: int,
-    closes: CloseTokens,
-    own: OwnInput | None,
-) -> tuple[Streams, Tensor]:
+    decide: Decision,
+) -> tuple[Streams, OpenTokens]:
     """The layers below a gate that reads above layer `first_changed`: two passes, joined there.
 
     The base alone gives the gate's features, and the x of closed tokens. The whole model, as if all
@@ -86,30 +81,25 @@ def _run_until_gate(
     """
     streams = run_widened(layers.part(None, first_changed), streams)
     base_x = streams[0]
-    if own is not None:
-        streams = own.added_to(streams)
     for layer in layers.part(first_changed, gate_layer).layers:
         # Layer by layer, so that ZeRO-3 would gather each once for both.
-        base_x, _ = layers.run(layer, (base_x, None), masked=True)
+        base_x, _ = layers.run(layer, (base_x, None), open_tokens=NONE_OPEN)
         streams = layers.run(layer, streams)
-    closed = closes(base_x)
-    x, x_up = streams
-    x = torch.where(closed, base_x, x)
-    if x_up is not None:
-        x_up = x_up.masked_fill(closed, 0)
-    return (x, x_up), closed
+    open_tokens = decide(base_x)
+    x, x_up = choose_path(open_tokens, (base_x, None), streams)
+    return (x, x_up), open_tokens
 
 
 def run_routed_with_gate(
-    layers: LayerPass, streams: Streams, gate_layer: int, closes: CloseTokens
-) -> tuple[Streams, Streams, Tensor]:
+    layers: LayerPass, streams: Streams, gate_layer: int, decide: Decision
+) -> tuple[Streams, Streams, OpenTokens]:
     """Route with a gate, which reads the preserved path: there the base stream is exact in every
     layer.
 
-    Returns the adapted path, the preserved path and the closed tokens, which are to take the
-    preserved one.
+    Returns the adapted path, the preserved path, and the open tokens, which are to take the adapted
+    one.
     """
     adapted, preserved = run_routed(layers.part(None, gate_layer), streams, streams)
-    closed = closes(preserved[0])
+    open_tokens = decide(preserved[0])
     adapted, preserved = run_routed(layers.part(gate_layer, None), adapted, preserved)
-    return adapted, preserved, closed
+    return adapted, preserved, open_tokens

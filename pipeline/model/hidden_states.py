@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.scale_math import ALL_OPEN, OpenTokens
+
 
 @dataclass(frozen=True)
 class HiddenStates:
@@ -21,10 +23,8 @@ class HiddenStates:
             the adapted path's.
         reference: [R, D], the base's own hidden states for the first R tokens, for KL(base ||
             model).
-        closed: bool [N], the tokens that a gate closed: no new token may follow them. None without
-            a gate.
-        is_base: whether they are those of the base, or of the preserved path: own output rows are
-            left out.
+        open_tokens: the tokens that read own output rows; its mask is [N, 1]. No new token may
+            follow one that a gate closed.
     """
 
     x: Tensor
@@ -32,8 +32,7 @@ class HiddenStates:
     preserved_x: Tensor | None = None
     preserved_x_up: Tensor | None = None
     reference: Tensor | None = None
-    closed: Tensor | None = None
-    is_base: bool = False
+    open_tokens: OpenTokens = ALL_OPEN
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
@@ -51,4 +50,6 @@ class HiddenStates:
             states = getattr(self, field.name)
             if isinstance(states, Tensor):
                 changed[field.name] = change(states)
+            elif isinstance(states, OpenTokens) and states.closed is not None:
+                changed[field.name] = states._replace(closed=change(states.closed))
         return replace(self, **changed)

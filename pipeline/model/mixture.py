@@ -22,7 +22,7 @@ from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradie
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
-from pipeline.scale_math import choose_experts, rows_by_expert
+from pipeline.scale_math import ALL_OPEN, OpenTokens, choose_experts, rows_by_expert
 
 Load = tuple[Tensor, Tensor]
 """The load of each expert in each sequence: the share of tokens that take it, and its mean score.
@@ -59,15 +59,17 @@ class MixtureFeedForward(nn.Module):
             self.up = AddedColumnLinear(streams, inner, tp=tp)
             self.down = AddedRowLinear(inner, streams, collaborative=collaborative, tp=tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
+    ) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
         # Every rank has all experts, and of each its part: tensor parallelism within experts needs
         # no all-to-all.
-        y = self.base(x, masked=masked)
+        y = self.base(x, open_tokens=open_tokens)
         if x_up is None or self.gate is None or self.up is None or self.down is None:
             return leave_region(self.tp, y, None)
         inner = self.activation(self.gate(x, x_up)) * self.up(x, x_up)
-        y, y_up = self.down(y, inner, masked=masked)
+        y, y_up = self.down(y, inner, open_tokens=open_tokens)
         y, y_up = leave_region(self.tp, y, y_up)
         # W21 reads the whole y, which no rank has before the sum over the ranks.
         return y, self.down.base_to_expansion(y) + y_up
@@ -95,10 +97,8 @@ class Mixture(nn.Module):
         if mixture.shared_size:
             self.shared = SharedExpert(mixture, hidden_size, activation, tp=tp)
 
-    def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
+    def forward(self, x: Tensor, *, open_tokens: OpenTokens = ALL_OPEN) -> Tensor:
         rows = x.flatten(0, 1)
-        if isinstance(masked, Tensor):
-            masked = masked.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
         if self.router.weight.requires_grad and torch.is_grad_enabled():
             # Recomputation in the backward pass must compute the load too, but not count it again.
@@ -107,7 +107,7 @@ class Mixture(nn.Module):
                 self.loads.append(load)
         y: Tensor = self.experts(rows, weights, chosen)
         if self.shared is not None:
-            y = y + self.shared(rows, masked=masked)
+            y = y + self.shared(rows, open_tokens=open_tokens.like(rows))
         return y.view_as(x)
 
     def _load(self, scores: Tensor, chosen: Tensor, sequences: int) -> Load:
@@ -199,11 +199,11 @@ class SharedExpert(nn.Module):
         if mixture.gated:
             self.weight = sharded_parameter((1, hidden_size), REPLICATED, tp)
 
-    def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
-        gate, _ = self.gate(x, None, masked=masked)
-        inner, _ = self.up(x, None, masked=masked)
+    def forward(self, x: Tensor, *, open_tokens: OpenTokens = ALL_OPEN) -> Tensor:
+        gate, _ = self.gate(x, None, open_tokens=open_tokens)
+        inner, _ = self.up(x, None, open_tokens=open_tokens)
         y: Tensor
-        y, _ = self.down(self.activation(gate) * inner, None, masked=masked)
+        y, _ = self.down(self.activation(gate) * inner, None, open_tokens=open_tokens)
         if self.weight is None:
             return y
         return F.linear(x, sum_gradient_over_replicas(self.weight, self.tp)).sigmoid() * y

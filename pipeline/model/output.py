@@ -129,7 +129,10 @@ class OutputProjection(nn.Module):
         """
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
         settings = LossSettings(
-            projection=self, targets=targets, reference=reference, closed=hidden.closed
+            projection=self,
+            targets=targets,
+            reference=reference,
+            open_tokens=hidden.open_tokens,
         )
         inputs = LossInputs(
             x=hidden.x,
@@ -193,14 +196,15 @@ class OutputProjection(nn.Module):
         if x_up is not None and self.expansion is not None:
             z = z.add_(F.linear(x_up, self.expansion))
         has_separate_rows = self.own_rows is not None and open_weight is None
-        if has_separate_rows and not hidden.is_base:
-            z = self._with_own_rows_(z, x, hidden.closed)
+        closed = hidden.open_tokens.closed
+        if has_separate_rows and not hidden.open_tokens.none:
+            z = self._with_own_rows_(z, x, closed)
         z = self._capped_(z)
         if self.new_rows is not None:
             z = self._with_new_tokens(z, x, x_up, self.new_rows)
-        if hidden.closed is not None:
+        if closed is not None:
             # No new token may follow a token that the gate closed.
-            z[:, self.base_columns :].masked_fill_(hidden.closed.unsqueeze(1), NEVER)
+            z[:, self.base_columns :].masked_fill_(closed, NEVER)
         return Projected(z, weight, x, x_up, preserved)
 
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -251,11 +255,11 @@ class OutputProjection(nn.Module):
         return sum_gradient_over_replicas(self.own_rows, self.tp)
 
     def _with_own_rows_(self, z: Tensor, x: Tensor, closed: Tensor | None) -> Tensor:
-        """z: [n, V / tp_size] in fp32, overwritten; closed tokens' logits stay."""
+        """z: [n, V / tp_size] in fp32, overwritten; the logits of `closed` tokens [n, 1] stay."""
         assert self.own_rows is not None
         change = own_logits(x, self.own_rows, self.own_columns())
         if closed is not None:
-            change = change.masked_fill_(closed.unsqueeze(1), 0)
+            change = change.masked_fill_(closed, 0)
         return z.add_(change)
 
     def _is_plain_sum(self, hidden: HiddenStates, open_weight: Tensor | None) -> bool:
@@ -263,7 +267,7 @@ class OutputProjection(nn.Module):
         is_changed = self.softcap is not None or self.logit_factor != 1.0
         has_separate_rows = self.own_rows is not None and open_weight is None
         has_more = self.new_rows is not None or has_separate_rows
-        by_token = hidden.preserved_x is not None or hidden.closed is not None
+        by_token = hidden.preserved_x is not None or hidden.open_tokens.closed is not None
         return not (is_changed or has_more or by_token)
 
     def _base_logits(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import OwnWeights
 from pipeline.scale.widened_linear import Streams, WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
-from pipeline.scale_math import masked_sum, own_row_logits
+from pipeline.scale_math import ALL_OPEN, OpenTokens, own_row_logits
 
 # The names of own rows as checkpoints store them, each [rows, D].
 OWN_INPUT = "own_input.rows.weight"
@@ -147,13 +148,12 @@ class NormWithOwnGain(WidenedNorm):
         else:
             self.own = LayerNorm(size, eps, tp)
 
-    def _of_base(self, x: Tensor, normal: Tensor | None, masked: bool | Tensor) -> Tensor:
-        y = super()._of_base(x, normal, masked)
-        if masked is True:
-            return y
+    def _of_base(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
+        y = super()._of_base(x, normal, open_tokens)
+        if normal is None:
+            return open_tokens.add(y, self.own, x)
         # Both gains multiply one normalised x.
-        change = self.own(x) if normal is None else self.own(x, normal=normal)
-        return masked_sum(y, change, masked)
+        return open_tokens.add(y, partial(self.own, normal=normal), x)
 
 
 class HeadNormWithOwnGain(WidenedHeadNorm):
@@ -172,12 +172,10 @@ class HeadNormWithOwnGain(WidenedHeadNorm):
         self.own = RMSNorm(size, eps, tp, in_region=True)
 
     def forward(
-        self, heads: Tensor, heads_up: Tensor | None, *, masked: bool | Tensor = False
+        self, heads: Tensor, heads_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
     ) -> Streams:
         y, y_up = super().forward(heads, heads_up)
-        if masked is True:
-            return y, y_up
-        return masked_sum(y, self._normed(self.own, heads), masked), y_up
+        return open_tokens.add(y, partial(self._normed, self.own), heads), y_up
 
 
 def add_low_rank_differences(layer: nn.Module, own: OwnWeights, tp: TensorParallel) -> None:

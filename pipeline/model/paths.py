@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.model.spec import LayerKind
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import masked_sum
+from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens
 
 
 class TokenBatch(NamedTuple):
@@ -41,6 +41,23 @@ class TokenBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OwnInput:
+    """What open tokens add to x where their own weights begin (`pipeline.model.own_weights`).
+
+    Attributes:
+        layer: the layer that x is about to enter.
+        difference: [B, S, D]; with sequence parallelism this rank's positions, as x.
+    """
+
+    layer: nn.Module
+    difference: Tensor
+
+    def added_to(self, x: Tensor, open_tokens: OpenTokens) -> Tensor:
+        """x with the difference of open tokens."""
+        return open_tokens.add(x, lambda: self.difference)
+
+
+@dataclass(frozen=True)
 class LayerPass:
     """Layers with what a pass through them needs.
 
@@ -50,75 +67,55 @@ class LayerPass:
         is_recomputed: whether the backward pass computes a layer again instead of keeping its
             activations.
         recomputed: runs such a layer with its arguments; `pipeline.model.recomputation`.
+        own_input: what open tokens add to x before one of the layers; None: nothing.
     """
 
     layers: Sequence[DecoderLayer]
     contexts: dict[LayerKind, Context]
     is_recomputed: Callable[[DecoderLayer], bool]
     recomputed: Callable[..., Streams]
+    own_input: OwnInput | None = None
 
     def part(self, first: int | None, stop: int | None) -> LayerPass:
         """The layers from index `first` on and before `stop`."""
         return replace(self, layers=self.layers[first:stop])
 
     def run(
-        self, layer: DecoderLayer, streams: Streams, *, masked: bool | Tensor = False
+        self, layer: DecoderLayer, streams: Streams, *, open_tokens: OpenTokens = ALL_OPEN
     ) -> Streams:
-        """One layer. x: [B, S, D], x_up: [B, S, U] -> the same shapes; `masked` as in
+        """One layer. x: [B, S, D], x_up: [B, S, U] -> the same shapes; `open_tokens` as in
         `DecoderLayer`."""
+        x, x_up = streams
+        if self.own_input is not None and self.own_input.layer is layer:
+            x = self.own_input.added_to(x, open_tokens)
         result: Streams
         context = self.contexts[layer.kind]
         if torch.is_grad_enabled() and self.is_recomputed(layer):
-            result = self.recomputed(layer, *streams, context, masked)
+            result = self.recomputed(layer, x, x_up, context, open_tokens)
         else:
-            result = layer(*streams, context, masked)
+            result = layer(x, x_up, context, open_tokens)
         return result
-
-
-@dataclass(frozen=True)
-class OwnInput:
-    """What open tokens add to x where their own weights begin (`pipeline.model.own_weights`).
-
-    Attributes:
-        layer: the layer that x is about to enter.
-        difference: [B, S, D]; with sequence parallelism this rank's positions, as x.
-    """
-
-    layer: int
-    difference: Tensor
-
-    def added_to(self, streams: Streams, *, masked: bool | Tensor = False) -> Streams:
-        """The streams with the difference in x, but for the tokens of a mask."""
-        x, x_up = streams
-        return masked_sum(x, self.difference, masked), x_up
 
 
 def run_widened(layers: LayerPass, streams: Streams) -> Streams:
     """The whole model: both streams through every block of every layer.
 
     This is the path of Preserve and Adapt, of the baselines, and of a base alone, which has no
-    x_up.
+    x_up. Every token is open.
     """
     for layer in layers.layers:
         streams = layers.run(layer, streams)
     return streams
 
 
-def run_open(layers: LayerPass, streams: Streams, own: OwnInput) -> Streams:
-    """The whole model where every token is open, with own input rows."""
-    streams = run_widened(layers.part(None, own.layer), streams)
-    streams = own.added_to(streams)
-    return run_widened(layers.part(own.layer, None), streams)
-
-
 def run_preserved(layers: LayerPass, streams: Streams) -> Streams:
     """Both streams without W12: the base stream is the base model's, and the expansion stream reads
     it.
 
-    Adapters and added layers are masked too.
+    Adapters and added layers are left out too.
     """
     for layer in layers.layers:
-        streams = layers.run(layer, streams, masked=True)
+        streams = layers.run(layer, streams, open_tokens=NONE_OPEN)
     return streams
 
 
@@ -132,7 +129,7 @@ def run_routed(layers: LayerPass, adapted: Streams, preserved: Streams) -> tuple
     """Route: the adapted and the preserved path. They are one below the first layer with W12."""
     for layer in layers.layers:
         if layer.collaborative:
-            preserved = layers.run(layer, preserved, masked=True)
+            preserved = layers.run(layer, preserved, open_tokens=NONE_OPEN)
             adapted = layers.run(layer, adapted)
         else:
             adapted = preserved = layers.run(layer, adapted)

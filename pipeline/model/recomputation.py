@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.parallel.sharding import full_shape_of, local_shape, partition_of
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import OpenTokens
 
 KeptResults = Literal["nothing", "attention", "products"]
 """What a layer keeps that is computed again: nothing; the results of its attention kernels; or also
@@ -85,13 +86,13 @@ def run_recomputed(
     x: Tensor,
     x_up: Tensor | None,
     context: Context,
-    masked: bool | Tensor,
+    open_tokens: OpenTokens,
     kept: KeptResults,
 ) -> Streams:
     """`layer` with its arguments; the backward pass computes it again, but for what is `kept`."""
     streams: Streams
     if kept == "nothing":
-        streams = checkpoint(layer, x, x_up, context, masked, use_reentrant=False)
+        streams = checkpoint(layer, x, x_up, context, open_tokens, use_reentrant=False)
         return streams
     shapes: frozenset[Shape] = frozenset()
     if kept == "products":
@@ -100,7 +101,9 @@ def run_recomputed(
     if torch.compiler.is_compiling():
         # The compiler needs a policy for every operation; ZeRO-3 is never compiled.
         contexts = partial(create_selective_checkpoint_contexts, partial(_is_kept, shapes))
-    streams = checkpoint(layer, x, x_up, context, masked, use_reentrant=False, context_fn=contexts)
+    streams = checkpoint(
+        layer, x, x_up, context, open_tokens, use_reentrant=False, context_fn=contexts
+    )
     return streams
 
 

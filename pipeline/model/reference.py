@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.model.paths import LayerPass, OwnInput
+from pipeline.model.paths import LayerPass
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import NONE_OPEN
 
 
 def run_beside_base(
@@ -22,7 +23,6 @@ def run_beside_base(
     streams: Streams,
     base_layers: LayerPass,
     sequences: int,
-    own: OwnInput | None = None,
 ) -> tuple[Streams, Tensor | None]:
     """The whole model, and beside it the base alone on the first `sequences` sequences, without
     gradients.
@@ -39,9 +39,7 @@ def run_beside_base(
                 # Up to here the stream is the base's own, to the bit: it need not be computed
                 # twice.
                 base_x = streams[0][:sequences].detach()
-                if own is not None:  # it begins in the same layer
-                    streams = own.added_to(streams)
             with torch.no_grad():
-                base_x, _ = base_layers.run(layer, (base_x, None), masked=True)
+                base_x, _ = base_layers.run(layer, (base_x, None), open_tokens=NONE_OPEN)
         streams = layers.run(layer, streams)
     return streams, base_x

@@ -33,7 +33,7 @@ from pipeline.parallel.linear import (
     RowParallelLinear,
 )
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale_math import masked_sum
+from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 Streams = tuple[Tensor, Tensor | None]
 """The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U].
@@ -103,18 +103,17 @@ class WidenedLinear(nn.Module):
         split = source if self.kind is RowParallelLinear else target
         return self.kind(source.size, target.size, bias=bias, units=split.units, tp=self.tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
-        """`masked` skips W12 and the adapter, so that y is the base's.
-
-        As a mask [..., 1] it does so for some of the tokens, exactly.
-        """
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
+    ) -> Streams:
+        """W12 and the adapter are for open tokens; the y of others is the base's, to the bit."""
         y: Tensor = self.base(x)
-        if self.adapter is not None and masked is not True:
-            y = masked_sum(y, self.adapter(x), masked)
+        if self.adapter is not None:
+            y = open_tokens.add(y, self.adapter, x)
         if self.base_to_expansion is None or self.expansion_to_expansion is None or x_up is None:
             return y, None
-        if self.expansion_to_base is not None and masked is not True:
-            y = masked_sum(y, self.expansion_to_base(x_up), masked)
+        if self.expansion_to_base is not None:
+            y = open_tokens.add(y, self.expansion_to_base, x_up)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 

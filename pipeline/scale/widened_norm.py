@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.parallel.norms import LayerNorm, NormedChannels, NormKind, RMSNorm
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import sum_of_squares
+from pipeline.scale_math import ALL_OPEN, OpenTokens, sum_of_squares
 
 
 class WidenedNorm(nn.Module):
@@ -65,13 +65,14 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             self.normed = NormedChannels(self.normed.size, scale)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
-        """`masked` is for a subclass whose base stream has more than the base's gain: it says for
-        which tokens [..., 1] that is left out."""
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
+    ) -> Streams:
+        """`open_tokens` is for a subclass whose base stream has more than the base's gain."""
         if isinstance(self.base, LayerNorm):
-            return self._layer_norm(x, x_up, masked)
+            return self._layer_norm(x, x_up, open_tokens)
         if self.stored_scale is not None and x_up is not None:
-            return self._merged_norm(x, x_up, self.stored_scale, masked)
+            return self._merged_norm(x, x_up, self.stored_scale, open_tokens)
 
         width = x.shape[-1]
         # One copy in fp32 for the norm and for the mean square: both would be kept for backward.
@@ -80,7 +81,7 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             # The divisor is the whole width, as the base's own RMSNorm had it when it was trained.
             mean_square = self.normed.sum_of_squares(x_fp32) / width
-        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), masked)
+        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), open_tokens)
         if self.expansion is None or x_up is None:
             return y, None
         if self.statistics == "separate":
@@ -89,25 +90,27 @@ class WidenedNorm(nn.Module):
             mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
 
-    def _of_base(self, x: Tensor, normal: Tensor | None, masked: bool | Tensor) -> Tensor:
+    def _of_base(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
         """The norm of the base stream; `normal` is x normalised, without a gain (RMSNorm only)."""
         y: Tensor = self.base(x) if normal is None else self.base(x, normal=normal)
         return y
 
-    def _layer_norm(self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor) -> Streams:
+    def _layer_norm(self, x: Tensor, x_up: Tensor | None, open_tokens: OpenTokens) -> Streams:
         """`forward` with LayerNorm, which also subtracts a mean."""
-        y = self._of_base(x, None, masked)
+        y = self._of_base(x, None, open_tokens)
         if self.expansion is None or x_up is None:
             return y, None
         statistics_of = x if self.statistics == "base" else None
         return y, self.expansion(x_up, statistics_of)
 
-    def _merged_norm(self, x: Tensor, x_up: Tensor, scale: float, masked: bool | Tensor) -> Streams:
+    def _merged_norm(
+        self, x: Tensor, x_up: Tensor, scale: float, open_tokens: OpenTokens
+    ) -> Streams:
         """`forward` as a merged export computes it: one mean square over both streams."""
         assert self.expansion is not None, "x_up has a norm"
         x_fp32 = x.float()
         mean_square = self._merged_mean_square(x_fp32, x_up, scale)
-        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), masked)
+        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), open_tokens)
         return y, self.expansion(x_up, mean_square)
 
     def _merged_mean_square(self, x_fp32: Tensor, x_up: Tensor, scale: float) -> Tensor:
@@ -146,7 +149,10 @@ class WidenedHeadNorm(nn.Module):
         if expansion_size is not None:
             self.expansion = norm(expansion_size)
 
-    def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
+    def forward(
+        self, heads: Tensor, heads_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
+    ) -> Streams:
+        """`open_tokens` as in `WidenedNorm`."""
         normed = self._normed(self.base, heads)
         if heads_up is None:
             return normed, None

@@ -32,9 +32,9 @@ from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import RunFolderError
-from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds
+from pipeline.extensions.chats.score import Chat, read_chats, score_chats
 from pipeline.files.folders import published_folder
 from pipeline.files.json_files import json_hash, read_object, write_json
 from pipeline.files.publishing import write_text

@@ -8,50 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import convert
-from pipeline.conversion.probe_texts import probe_maker
-from pipeline.conversion.request import Conversion
+from pipeline.config.run import load_config
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
 from pipeline.files.json_files import write_record
-from studies.report.results import read_runs
-from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
+from tests.evaluation.finished_run import TRAINING, finished_run, run_config
 from tests.extensions.gate.test_open_old_text import heldout, record_of
-from tests.extensions.self_generated.helpers import copied_stories
-from tests.texts import STORIES_HELDOUT, chat, write_chats
+from tests.texts import STORIES_HELDOUT
 from tests.training.runs import write_config
-
-TRAINING = {
-    "step0_max_abs_logit_difference": 0.0,
-    "trainable_parameters": 250,
-    "total_parameters": 1000,
-}
-
-
-METRICS = "".join(
-    json.dumps({"step": step, "perplexity/korean": 9.0 - step, "bits_per_byte/korean": 1.0}) + "\n"
-    for step in (0, 1)
-)
-
-
-def run_config(folder: Path, **corpora) -> RunConfig:
-    changes = {"data__corpora": corpora, "data__replay_fraction": 0} if corpora else {}
-    return load_config(write_config(folder, folder, method=scale("adapt"), **changes))
 
 
 @pytest.fixture(scope="module")
 def run(models, tmp_path_factory):
-    """A SCALE run, trained and converted."""
-    folder = tmp_path_factory.mktemp("runs") / "demo"
-    convert(
-        Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, folder / "hf"),
-        probe_maker({}),
-    )
-    (folder / "training.json").write_text(json.dumps(TRAINING))
-    return folder
+    return finished_run(models, tmp_path_factory.mktemp("runs") / "demo")
 
 
 def test_the_summary_of_a_run(run, tmp_path):
@@ -79,69 +50,6 @@ def test_the_summary_of_a_run(run, tmp_path):
         summarise(run_config(tmp_path / "demo"))
 
 
-def run_with_chats(run: Path, folder: Path) -> tuple[RunConfig, Path]:
-    """A copy of the run whose base and export have a chat template, and a file of chats."""
-    shutil.copytree(run, folder / "demo")
-    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
-    base = copied_stories(folder / "base", tokenizer_config=changes)
-    shutil.copy(base / "tokenizer_config.json", folder / "demo" / "hf")
-    kept = write_chats(folder / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
-    return run_config(folder / "demo").model_copy(update={"base": base}), kept
-
-
-@pytest.mark.full
-def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
-    config, kept = run_with_chats(run, tmp_path)
-    hf = config.folder / "hf"
-    for _ in range(2):  # the card has them once
-        text = summarise(config, max_bytes=2000, chats=[kept], max_answer_tokens=5)
-    found = json.loads((tmp_path / "demo" / "summary.json").read_text())["chats"]
-    assert {when: files["kept"]["chats"] for when, files in found.items()} == {
-        "before": 1,
-        "after": 1,
-    }
-    row = f"{found['after']['kept']['answer_tokens']:.1f}"
-    assert [
-        line.split()[-1] for line in text.splitlines() if line.startswith("SCALE-Adapt: kept")
-    ] == [row]
-    card = (hf / "README.md").read_text()
-    assert (
-        card.count("## Chats") == 1 and f"| SCALE-Adapt: kept | 1 | 0.0% | 0.0% | {row} |" in card
-    )
-
-    (tmp_path / "demo" / "metrics.jsonl").write_text(METRICS)
-    (read,) = read_runs([tmp_path / "demo"])
-    assert read.after["kept"] == {"exact_match": 0.0, "ended": 0.0, "answer_tokens": 5.0}
-    assert read.roles["kept"] == "replay"
-
-
-def test_chats_are_answered_without_scoring_the_texts_again_unless_something_changed(run, tmp_path):
-    config, kept = run_with_chats(run, tmp_path)
-    hf = config.folder / "hf"
-    path = tmp_path / "demo" / "summary.json"
-
-    def scored(max_bytes: int = 2000, **chats: object) -> tuple[float, dict]:
-        summarise(config, max_bytes=max_bytes, max_answer_tokens=5, **chats)
-        found = json.loads(path.read_text())
-        return found["scores"]["after"]["english"]["perplexity"], found["chats"]
-
-    first, _ = scored()
-    marked = json.loads(path.read_text())
-    marked["scores"]["after"]["english"]["perplexity"] = 1234.5
-    path.write_text(json.dumps(marked))
-    kept_score, answers = scored(chats=[kept])
-    assert kept_score == 1234.5 and answers["after"]["kept"]["chats"] == 1
-    assert scored() == (first, answers), "asked for, they are scored again, and the answers stay"
-    path.write_text(json.dumps(marked))
-    other, _ = scored(max_bytes=1000, chats=[kept])
-    assert other not in (first, 1234.5)
-    path.write_text(json.dumps(marked))
-    (hf / "verification.json").write_text(
-        (hf / "verification.json").read_text() + "\n"
-    )  # another export
-    assert scored(chats=[kept])[0] == first
-
-
 def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     file = str(STORIES_HELDOUT)
     config = run_config(
@@ -151,18 +59,6 @@ def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75
     with pytest.raises(DataError, match="none has held-out text"):
         heldout_corpora(run_config(tmp_path, other={"input": [file]}))
-
-
-def test_a_perplexity_that_is_not_finite_is_read_again(run, tmp_path):
-    config, kept = run_with_chats(run, tmp_path)
-    path = tmp_path / "demo" / "summary.json"
-    summarise(config, max_bytes=2000, max_answer_tokens=5)
-    stored = json.loads(path.read_text())
-    stored["scores"]["after"]["english"]["perplexity"] = None  # as JSON holds infinity
-    path.write_text(json.dumps(stored))
-    text = summarise(config, max_bytes=2000, max_answer_tokens=5, chats=[kept])
-    assert any(line.split()[-2:-1] == ["inf"] for line in text.splitlines()), text
-    assert json.loads(path.read_text())["scores"] == stored["scores"]
 
 
 def test_a_gated_run_shows_what_opens_and_what_keeps_every_logit(run, tmp_path, caplog):

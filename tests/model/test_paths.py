@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from pipeline.model.paths import (
 )
 from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
+from pipeline.scale_math import OpenTokens
 
 LAYERS = 4
 L_FP = 2
@@ -25,7 +26,7 @@ L_FP = 2
 
 @dataclass
 class CountingLayer:
-    """Adds 1 to x, and 10 where W12 is not masked; adds 1 to x_up."""
+    """Adds 1 to x, and 10 by W12 for open tokens; adds 1 to x_up."""
 
     index: int
     kind: str = "any"
@@ -35,13 +36,12 @@ class CountingLayer:
     def collaborative(self) -> bool:
         return self.index >= L_FP
 
-    def __call__(self, x, x_up, context, masked):
+    def __call__(self, x, x_up, context, open_tokens):
         self.calls += 1
-        change = torch.ones_like(x)
-        if self.collaborative and masked is not True:
-            w12 = torch.full_like(x, 10.0)
-            change = change + (w12.masked_fill(masked, 0) if torch.is_tensor(masked) else w12)
-        return x + change, None if x_up is None else x_up + 1
+        y = x + 1
+        if self.collaborative:
+            y = open_tokens.add(y, lambda: 10.0)
+        return y, None if x_up is None else x_up + 1
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def test_the_paths_of_route_are_one_below_the_first_layer_with_w12(layers):
 def test_closed_tokens_of_a_gate_skip_w12(layers, gate_layer):
     read = []
 
-    def closes(x):
+    def decide(x):
         read.append(x)
-        return torch.tensor([True, False, True]).view(1, 3, 1)
+        return OpenTokens(closed=torch.tensor([True, False, True]).view(1, 3, 1))
 
-    (x, _), closed = run_gated(layers, streams(), gate_layer, L_FP, closes)
+    (x, _), open_tokens = run_gated(layers, streams(), gate_layer, L_FP, decide)
     assert [stream.unique().item() for stream in read] == [gate_layer]
-    assert x.flatten().tolist() == [4, 24, 4] and closed.sum() == 2
+    assert x.flatten().tolist() == [4, 24, 4] and open_tokens.closed.sum() == 2
     assert calls(layers) == [1, 1, 1, 1]
 
 
@@ -98,14 +98,15 @@ def test_layers_below_a_gate_that_reads_further_up_run_twice(layers, gate_layer)
     an x_up of zeros: that of the open pass belongs beside the x of the open pass."""
     read = []
 
-    def closes(x):
+    def decide(x):
         read.append(x)
-        return torch.tensor([True, False, True]).view(1, 3, 1)
+        return OpenTokens(closed=torch.tensor([True, False, True]).view(1, 3, 1))
 
-    own = OwnInput(L_FP, torch.full((1, 3, 1), 100.0))
-    (x, x_up), closed = run_gated(layers, streams(), gate_layer, L_FP, closes, own)
+    own_input = OwnInput(layers.layers[L_FP], torch.full((1, 3, 1), 100.0))
+    layers = replace(layers, own_input=own_input)
+    (x, x_up), open_tokens = run_gated(layers, streams(), gate_layer, L_FP, decide)
     assert [stream.unique().item() for stream in read] == [gate_layer]
-    assert x.flatten().tolist() == [4, 124, 4] and closed.sum() == 2
+    assert x.flatten().tolist() == [4, 124, 4] and open_tokens.closed.sum() == 2
     above = LAYERS - gate_layer
     assert x_up.flatten().tolist() == [above, LAYERS, above]
     assert calls(layers) == [1, 1] + [2] * (gate_layer - L_FP) + [1] * (LAYERS - gate_layer)
@@ -115,12 +116,12 @@ def test_layers_below_a_gate_that_reads_further_up_run_twice(layers, gate_layer)
 def test_the_gate_of_route_reads_the_exact_stream_at_any_layer(layers, gate_layer):
     read = []
 
-    def closes(x):
+    def decide(x):
         read.append(x)
-        return torch.ones(1, 3, 1, dtype=torch.bool)
+        return OpenTokens(closed=torch.ones(1, 3, 1, dtype=torch.bool))
 
-    adapted, preserved, closed = run_routed_with_gate(layers, streams(), gate_layer, closes)
-    assert [stream.unique().item() for stream in read] == [gate_layer] and closed.all()
+    adapted, preserved, open_tokens = run_routed_with_gate(layers, streams(), gate_layer, decide)
+    assert [stream.unique().item() for stream in read] == [gate_layer] and open_tokens.closed.all()
     expected = run_routed(layers, streams(), streams())
     assert torch.equal(adapted[0], expected[0][0]) and torch.equal(preserved[0], expected[1][0])
 

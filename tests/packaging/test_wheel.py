@@ -126,11 +126,11 @@ def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
     for name in (
         "slurm/cpt_korean.sh",
         "slurm/convert_checkpoint.sh",
-        "docs/base_types.md",
         "examples/data/models/stories260K/config.json",
     ):
         assert f"pipeline/shipped/{name}" in names
     assert "pipeline/commands/upscale.py" in names
+    assert "pipeline/extensions/hosted/base_types.md" in names
     assert not [name for name in names if name.startswith("pipeline/shipped/tools")], (
         "no code twice"
     )

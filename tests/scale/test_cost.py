@@ -35,8 +35,8 @@ def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(
             lambda _, inputs, out, index=index: calls.append((index, inputs[-1], *out))
         )
     model(*some_batch(model.spec, 2, 32))
-    for index, masked, x, x_up in calls:
-        depends_on_w12 = not masked and index >= changes.get("l_fp", 5)
+    for index, open_tokens, x, x_up in calls:
+        depends_on_w12 = not open_tokens.none and index >= changes.get("l_fp", 5)
         assert x.requires_grad == depends_on_w12
         assert (x.grad_fn is not None) == depends_on_w12
         assert x_up.requires_grad

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.widened_linear import Part, WidenedColumnLinear, WidenedLinear, WidenedRowLinear
+from pipeline.scale_math import NONE_OPEN, OpenTokens
 
 SIZES = st.integers(1, 7)
 # In fp64 the two ways differ by the order of at most 14 terms.
@@ -79,17 +80,17 @@ def test_biases_are_those_of_the_base_and_of_the_added_part():
     assert torch.equal(y_up[0], layer.base_to_expansion.bias)
 
 
-def test_masked_leaves_the_bases_own_result_to_the_bit():
+def test_closed_tokens_get_the_bases_own_result_to_the_bit():
     layer = widened(WidenedColumnLinear, (6, 3, 5, 2))
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     x_up = torch.randn(2, 4, 3, dtype=torch.float64)
     of_base = layer.base(x)
     adapted, _ = layer(x, x_up)
     assert not torch.equal(adapted, of_base)
-    assert torch.equal(layer(x, x_up, masked=True)[0], of_base)
+    assert torch.equal(layer(x, x_up, open_tokens=NONE_OPEN)[0], of_base)
 
     closed = torch.tensor([[[True], [False], [True], [False]]]).expand(2, -1, -1)
-    mixed, _ = layer(x, x_up, masked=closed)
+    mixed, _ = layer(x, x_up, open_tokens=OpenTokens(closed=closed))
     assert torch.equal(mixed, torch.where(closed, of_base, adapted))
 
 

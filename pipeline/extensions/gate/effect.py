@@ -24,7 +24,7 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
-from pipeline.scale_math import NEVER
+from pipeline.scale_math import NEVER, OpenTokens
 
 
 @torch.no_grad()
@@ -168,9 +168,10 @@ def _passes(
     decoder.gate = gate
     gated = decoder.hidden_states(*inputs)
     decoder.gate = None
-    assert gated.closed is not None, "it has a gate"
+    closed_rows = gated.open_tokens.closed
+    assert closed_rows is not None, "it has a gate"
     # Padding counts as closed, whatever the gate decides there: nothing is predicted on it.
-    closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
+    closed = closed_rows.view(group.tokens.shape).cpu() | ~group.present
     never_opens = closed.all(dim=1, keepdim=True)
     rows = (never_opens & group.present).flatten().to(targets.device)
 
@@ -224,8 +225,8 @@ def base_states(base: CausalDecoder, inputs: TokenBatch) -> HiddenStates:
     if not base.keeps_base:
         return base.hidden_states(*inputs)
     hidden = base.hidden_states(*inputs, path="base")
-    closed = torch.ones(len(hidden.x), dtype=torch.bool, device=hidden.x.device)
-    return replace(hidden, closed=closed)
+    closed = torch.ones(len(hidden.x), 1, dtype=torch.bool, device=hidden.x.device)
+    return replace(hidden, open_tokens=OpenTokens(none=True, closed=closed))
 
 
 def _nll(model: CausalDecoder, hidden: HiddenStates, targets: Tensor) -> Tensor:

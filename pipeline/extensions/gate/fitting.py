@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -96,6 +97,15 @@ class Fit(NamedTuple):
     def is_open(self, gate: FittedGate) -> Tensor:
         """The unused tokens that `gate` opens, by its threshold or their ids: bool [N, S]."""
         return (self.scores > gate.threshold) | gate.opens_id(self.unused.tokens)
+
+    def start_score(self, start: int) -> float:
+        """The score of the token `start` where a document starts with it; -inf: none does.
+
+        It is the same in all texts.
+        """
+        unused = self.unused
+        is_start = unused.present & (unused.positions == 0) & (unused.tokens == start)
+        return max(self.scores[is_start].tolist(), default=-math.inf)
 
     @property
     def is_new(self) -> Tensor:

@@ -31,7 +31,7 @@ IMPOSSIBLE_NATS = 10.0
 predict: the base's own tokens for it take about as much. No perplexity can count it.
 """
 _ATTEMPTS = 4
-"""How often the threshold is lowered where the gated model costs more than the tokens alone."""
+"""How many thresholds are tried where the gated model costs more than the tokens alone."""
 
 
 class Models(NamedTuple):
@@ -53,11 +53,19 @@ class NewText(NamedTuple):
         windows: of each corpus, by its name.
         nll: their `reference_nll`.
         closing: what it costs to close their tokens behind the first ones.
+        start_score: the score of the token with which every document starts; -inf: there is none.
     """
 
     windows: Mapping[str, Windows]
     nll: Mapping[str, Tensor]
     closing: Closing
+    start_score: float = -math.inf
+
+    def threshold(self, max_cost: float, settings: GateSettings) -> float:
+        """The threshold at which closing tokens costs `max_cost`, by their own losses alone."""
+        return threshold_by_cost(
+            self.closing, max_cost, settings.max_closed_fraction, self.start_score
+        )
 
 
 def score_new_text(
@@ -134,9 +142,7 @@ def choose_threshold(
         figures["max_open_fraction"] = _figures(
             replace(gate, threshold=threshold), fit, new.closing
         )
-    by_cost = _ByCost(
-        threshold_by_cost(new.closing, settings.max_cost, settings.max_closed_fraction), {}, None
-    )
+    by_cost = _ByCost(new.threshold(settings.max_cost, settings), {}, None)
     if settings.threshold_rule == "max_cost":
         by_cost = _lowered(by_cost.threshold, models, gate, new, settings, config)
     figures["max_cost"] = _figures(replace(gate, threshold=by_cost.threshold), fit, new.closing)
@@ -160,20 +166,36 @@ def _lowered(
     settings: GateSettings,
     config: RunConfig,
 ) -> _ByCost:
-    """The highest threshold up to `threshold` at which the gated model costs at most gate.max_cost.
+    """The highest of a few thresholds up to `threshold` at which the gated model costs at most
+    gate.max_cost; the lowest of them if it costs more at all.
 
     Closing a token costs more than its own loss: later open tokens attend to it. So the gated model
-    runs, and the threshold is lowered if it costs too much.
+    runs, and the threshold is lowered if it costs too much. A first guess may lower it too far: it
+    is raised again, half of the way in what the tokens alone cost.
     """
-    for attempt in range(_ATTEMPTS):
+    cheap: _ByCost | None = None
+    too_high = math.inf
+    for _ in range(_ATTEMPTS):
         gated = replace(gate, threshold=threshold)
         texts, difference = measure(*models, gated, new.windows, config, new.nll)
+        tried = _ByCost(threshold, texts, difference)
         cost = cost_of_later_tokens(texts)
-        if cost <= settings.max_cost or attempt == _ATTEMPTS - 1:
+        budget = max(0.0, new.closing.cost(threshold))
+        if cost <= settings.max_cost:
+            cheap = tried
+            if math.isinf(too_high):
+                break
+            budget = (budget + too_high) / 2
+        else:
+            too_high = budget
+            if cheap is None:
+                budget *= settings.max_cost / cost
+            else:
+                budget = (max(0.0, new.closing.cost(cheap.threshold)) + budget) / 2
+        threshold = new.threshold(budget, settings)
+        if threshold == tried.threshold or (cheap and threshold == cheap.threshold):
             break
-        budget = max(0.0, new.closing.cost(threshold)) * settings.max_cost / cost
-        threshold = threshold_by_cost(new.closing, budget, settings.max_closed_fraction)
-    return _ByCost(threshold, texts, difference)
+    return cheap or tried
 
 
 def cost_of_later_tokens(texts: Mapping[str, HeldoutText]) -> float:

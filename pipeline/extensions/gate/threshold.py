@@ -33,30 +33,36 @@ class Closing(NamedTuple):
         return math.expm1(float(self.nats[closed].sum()) / max(1, len(self.scores)))
 
 
-def threshold_by_cost(closing: Closing, max_cost: float, max_closed_fraction: float) -> float:
+def threshold_by_cost(
+    closing: Closing, max_cost: float, max_closed_fraction: float, start_score: float = -math.inf
+) -> float:
     """The highest threshold that closes at most a share of new text, at a bounded cost.
 
-    It is in the middle between two neighbouring scores that differ by more than rounding. Below the
-    lowest score nothing is closed, which costs nothing: there is always such a threshold.
+    It is in the middle between two neighbouring scores that differ by more than rounding. Where
+    every threshold above `start_score` costs more, it is the lowest of these: with an open start no
+    text at all would be the base's.
 
     Args:
         closing: of at least one token.
         max_cost: by what share the closed tokens may raise the perplexity.
         max_closed_fraction: the largest share of tokens that may be closed.
+        start_score: the score of the token with which every document starts.
     """
     order = closing.scores.argsort()
     # In fp64: the middle of two neighbouring fp32 numbers may round to one of them.
     scores = closing.scores[order].double()
     is_closed = ~closing.is_always_open[order]
     # Place k is the threshold with k scores below it.
-    below = torch.cat([scores[:1] - 1, scores])
-    above = torch.cat([scores, scores[-1:] + 1])
+    below = torch.cat([scores[:1] - 1, scores]).clamp(min=start_score)
+    above = torch.cat([scores, below[-1:] + 1])
     closed = _sums(is_closed.double())
     nats = _sums(closing.nats[order] * is_closed)
     is_cheap = nats <= math.log1p(max_cost) * len(scores)
     are_few = closed <= max_closed_fraction * len(scores)
     is_wide = above - below >= _EQUAL
-    place = int((is_cheap & are_few & is_wide).nonzero().max())
+    allowed = (is_cheap & are_few & is_wide).nonzero()
+    # Below the lowest score nothing is closed, which costs nothing: without a start there is one.
+    place = int(allowed.max() if len(allowed) else is_wide.nonzero().min())
     return float((above[place] + below[place]) / 2)
 
 

@@ -27,6 +27,7 @@ from pipeline.model.spec import ACTIVATIONS
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, Module, Widths
+from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 MODULE_OF_KIND: dict[str, Module] = {"mixer": "attention", "ffn": "ffn"}
 """The name of the block beside a base's block, by the kind of the latter."""
@@ -59,7 +60,12 @@ class AddedAttention(nn.Module):
         self.output = AddedRowLinear(heads, streams, collaborative=collaborative, tp=SINGLE)
 
     def forward(
-        self, x: Tensor, x_up: Tensor, y: Tensor, context: Context, masked: bool | Tensor = False
+        self,
+        x: Tensor,
+        x_up: Tensor,
+        y: Tensor,
+        context: Context,
+        open_tokens: OpenTokens = ALL_OPEN,
     ) -> tuple[Tensor, Tensor]:
         x_up = self.stream_norm(x_up)
         query = self.query(x, x_up).unflatten(-1, (-1, self.head_dim))
@@ -69,7 +75,7 @@ class AddedAttention(nn.Module):
             query = context.rotary.rotate(query)
             key = context.rotary.rotate(key)
         heads = context.attend(query, key, value).flatten(2)
-        return _written(self.output, y, heads, masked)
+        return _written(self.output, y, heads, open_tokens)
 
 
 class AddedFeedForward(nn.Module):
@@ -91,18 +97,23 @@ class AddedFeedForward(nn.Module):
         self.down = AddedRowLinear(inner, streams, collaborative=collaborative, tp=SINGLE)
 
     def forward(
-        self, x: Tensor, x_up: Tensor, y: Tensor, context: Context, masked: bool | Tensor = False
+        self,
+        x: Tensor,
+        x_up: Tensor,
+        y: Tensor,
+        context: Context,
+        open_tokens: OpenTokens = ALL_OPEN,
     ) -> tuple[Tensor, Tensor]:
         x_up = self.stream_norm(x_up)
         inner = self.activation(self.gate(x, x_up)) * self.up(x, x_up)
-        return _written(self.down, y, inner, masked)
+        return _written(self.down, y, inner, open_tokens)
 
 
 def _written(
-    output: AddedRowLinear, y: Tensor, inner: Tensor, masked: bool | Tensor
+    output: AddedRowLinear, y: Tensor, inner: Tensor, open_tokens: OpenTokens
 ) -> tuple[Tensor, Tensor]:
     """y + W12 h, and y_up = W21 y + W22 h."""
-    y, y_up = output(y, inner, masked=masked)
+    y, y_up = output(y, inner, open_tokens=open_tokens)
     return y, output.base_to_expansion(y) + y_up
 
 

@@ -4,12 +4,13 @@ r"""Lists which types of models can be a base: native, hosted or refused, and wh
     scale-cpt bases gemma3 qwen3_next gpt_oss
     scale-cpt bases path/to/model
     scale-cpt bases --try gemma3
-    scale-cpt bases --write docs/base_types.md
+    scale-cpt bases --write pipeline/extensions/hosted/base_types.md
 
-The rows come from the table in docs/base_types.md. --try makes a row anew, with the installed
-transformers: it tries the type on a tiny model with random weights, in seconds to minutes. Of a
-model's folder, or its config.json, the structure is shown that transformers makes of its
-configuration; weights are not needed. --write tries every type, which takes a quarter of an hour.
+The rows come from the table in base_types.md beside this file. --try makes a row anew, with the
+installed transformers: it tries the type on a tiny model with random weights, in seconds to
+minutes. Of a model's folder, or its config.json, the structure is shown that transformers makes of
+its configuration; weights are not needed. --write tries every type, which takes a quarter of an
+hour.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.files.publishing import write_text
-from pipeline.installation import shipped
 
 TABLE_BEGINS = "<!-- scale-cpt bases -->"
 TABLE_ENDS = "<!-- end of the table -->"
-PAGE = "docs/base_types.md"
+STORED = Path(__file__).parent / "base_types.md"
 TABLE_HEAD = "| `model_type` | base | class | blocks, or why it is refused | documents in a row |\n"
 TABLE_HEAD += "|---|---|---|---|---|"
 
@@ -96,8 +96,8 @@ def _looked_up(types: list[str]) -> Iterator[str]:
 
 
 def stored_rows() -> dict[str, str]:
-    """The rows of the table in docs/base_types.md, by type."""
-    _, table, _ = _parts_of(shipped() / PAGE, "the page of the bases")
+    """The rows of the table in base_types.md, by type."""
+    _, table, _ = _parts_of(STORED, "the table of the bases")
     rows: dict[str, str] = {}
     for line in table.strip().splitlines()[2:]:
         rows[line.split("`")[1]] = line

@@ -39,7 +39,7 @@ from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, added_widths
-from pipeline.scale_math import choose_path
+from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 
 
 class HostedEmbedding(nn.Module):
@@ -177,9 +177,10 @@ class HostedDecoder(CausalDecoder):
         batch = TokenBatch(tokens, positions, documents)
         rows = DocumentRows.of(batch, self.spec.structure.documents)
         if path == "base":
-            hidden = HiddenStates(self._run(rows.batch, None), is_base=True)
+            hidden = HiddenStates(self._run(rows.batch, None), open_tokens=NONE_OPEN)
         elif path == "preserved" or self.gate is None:
-            hidden = self._widened_states(rows.batch, masked=path == "preserved")
+            open_tokens = NONE_OPEN if path == "preserved" else ALL_OPEN
+            hidden = self._widened_states(rows.batch, open_tokens)
         else:
             hidden = self._gated_states(self.gate, rows.batch)
         return rows.restored(hidden.one_token_a_row())
@@ -212,7 +213,7 @@ class HostedDecoder(CausalDecoder):
         states: Tensor = output.last_hidden_state
         return states
 
-    def _new_forward_pass(self, batch: TokenBatch, *, masked: bool) -> ForwardPass:
+    def _new_forward_pass(self, batch: TokenBatch, open_tokens: OpenTokens) -> ForwardPass:
         """What a forward of the base on `batch` needs on the side of the expansion."""
         tokens, positions, documents = batch
         if positions is None:
@@ -225,7 +226,7 @@ class HostedDecoder(CausalDecoder):
         return ForwardPass(
             None if self.embedding is None else self.embedding(tokens),
             Context(table, attend),
-            masked=masked,
+            open_tokens,
             is_recomputed=self._is_recomputed,
             own_input=self._own_input_of(tokens),
         )
@@ -235,18 +236,19 @@ class HostedDecoder(CausalDecoder):
         if self.own_input is None:
             return None
         assert self.plan.own is not None, "own input rows are planned in plan.own"
-        return OwnInput(self.plan.own.first_layer, self.own_input(tokens))
+        first = self.layers[self.plan.own.first_layer]
+        return OwnInput(first, self.own_input(tokens))
 
     def _is_recomputed(self, layer: AddedLayer) -> bool:
         if self.activation_checkpointing == "collaborative":
             return layer.collaborative
         return self.activation_checkpointing == "all"
 
-    def _widened_states(self, batch: TokenBatch, *, masked: bool) -> HiddenStates:
+    def _widened_states(self, batch: TokenBatch, open_tokens: OpenTokens) -> HiddenStates:
         """The last hidden states of both streams, [B, S, ...]."""
-        forward_pass = self._new_forward_pass(batch, masked=masked)
+        forward_pass = self._new_forward_pass(batch, open_tokens)
         x = self._run(batch, forward_pass)
-        return HiddenStates(x, self._last_x_up(forward_pass), is_base=masked)
+        return HiddenStates(x, self._last_x_up(forward_pass), open_tokens=open_tokens)
 
     def _last_x_up(self, forward_pass: ForwardPass) -> Tensor | None:
         """The normalised x_up after the last layer; None without an expansion."""
@@ -260,23 +262,21 @@ class HostedDecoder(CausalDecoder):
         if gate.layer > self.plan.last_exact_layer:
             raise ValueError("a gate needs the exact base stream of a widened model")
         document_ids = None if batch.documents is None else batch.documents.ids
-        forward_pass = self._new_forward_pass(batch, masked=False)
-        found: list[Tensor] = []
+        forward_pass = self._new_forward_pass(batch, ALL_OPEN)
 
-        def close(x: Tensor) -> None:
-            # Below the gate's layer nothing is added to x: the mask counts from here on.
+        def decide(x: Tensor) -> None:
+            # Below the gate's layer nothing is added to x: the decision counts from here on.
             closed = self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)
-            forward_pass.masked = closed
-            found.append(closed)
+            forward_pass.open_tokens = OpenTokens(closed=closed)
 
-        with self._stream_shown_to(close, gate.layer):
+        with self._stream_shown_to(decide, gate.layer):
             x = self._run(batch, forward_pass)
-        (closed,) = found  # the gate's layer runs once
+        open_tokens = forward_pass.open_tokens
         last = (x, self._last_x_up(forward_pass))
         # Both paths are this one forward, in which x is the base's own where the gate is closed.
         # What is left to choose is x_up: zeros for closed tokens.
-        x, x_up = choose_path(closed, last, last)
-        return HiddenStates(x, x_up, closed=closed.squeeze(-1))
+        x, x_up = choose_path(open_tokens, last, last)
+        return HiddenStates(x, x_up, open_tokens=open_tokens)
 
     @torch.no_grad()
     def _reference_states(self, hidden: HiddenStates, of_base: TokenBatch) -> Tensor:

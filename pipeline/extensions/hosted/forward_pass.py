@@ -28,7 +28,7 @@ from pipeline.extensions.hosted.structure import HIDDEN_STATES, HostedBlock, Hos
 from pipeline.model.decoder_layer import Context
 from pipeline.model.paths import OwnInput
 from pipeline.parallel.linear import LowRankAdapter
-from pipeline.scale_math import mask_of_rows, masked_sum
+from pipeline.scale_math import OpenTokens
 
 
 class LayerRun:
@@ -64,8 +64,7 @@ class ForwardPass:
         x_up: [B, S, U], the stream that enters the next layer; at the end, that of the last layer;
             None without an expansion.
         context: the rotary table and the attention kernel of the added heads.
-        masked: whether W12 is skipped; as a mask [B, S, 1], for some of the tokens. A gate sets it
-            while the pass runs.
+        open_tokens: the tokens that read what is added. A gate sets it while the pass runs.
         is_recomputed: whether the backward pass computes a layer again.
         own_input: what open tokens add to x where weights of their own begin; None: nothing.
         layer: what the blocks of the running layer share.
@@ -75,14 +74,14 @@ class ForwardPass:
         self,
         x_up: Tensor | None,
         context: Context,
+        open_tokens: OpenTokens,
         *,
-        masked: bool,
         is_recomputed: Callable[[AddedLayer], bool],
         own_input: OwnInput | None = None,
     ) -> None:
         self.x_up = x_up
         self.context = context
-        self.masked: bool | Tensor = masked
+        self.open_tokens = open_tokens
         self.is_recomputed = is_recomputed
         self.own_input = own_input
         self.layer: LayerRun | None = None
@@ -175,13 +174,10 @@ class ExpansionHooks:
 
         def after(_: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> Tensor | None:
             current = self.running
-            if current is None or current.masked is True:
+            if current is None or current.open_tokens.none:
                 return None
             current.own_has_run(name)
-            masked = current.masked
-            if isinstance(masked, Tensor):
-                masked = mask_of_rows(masked, y)
-            return masked_sum(y, difference(arguments[0]), masked)
+            return current.open_tokens.like(y).add(y, difference, arguments[0])
 
         module.register_forward_hook(after)
 
@@ -190,13 +186,10 @@ class ExpansionHooks:
 
         def after(_: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> Tensor | None:
             current = self.running
-            if current is None or current.masked is True:
+            if current is None or current.open_tokens.none:
                 return None
             current.own_has_run(name)
-            changed: Tensor = gains(norm, arguments)
-            if isinstance(current.masked, Tensor):
-                return torch.where(mask_of_rows(current.masked, y), y, changed)
-            return changed
+            return current.open_tokens.like(y).choose(y, gains(norm, arguments))
 
         norm.register_forward_hook(after)
 
@@ -258,7 +251,7 @@ class ExpansionHooks:
         # Mixtures flatten the tokens to [B·S, D]; the added blocks take rows of text.
         y_rows = y.reshape(*rows, -1)
         new_y, y_up = added.block(index)(
-            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.context, current.masked
+            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.context, current.open_tokens
         )
         layer.changes[index] = y_up
         if new_y is y_rows:
@@ -272,12 +265,11 @@ def _with_own_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer of the base, with own rows in x where the layer is their first."""
     own = current.own_input
-    if own is None or own.layer != added.index or current.masked is True:
+    if own is None or own.layer is not added or current.open_tokens.none:
         return arguments, options
     if arguments:
-        x, _ = own.added_to((arguments[0], None), masked=current.masked)
-        return (x, *arguments[1:]), options
-    x, _ = own.added_to((options[HIDDEN_STATES], None), masked=current.masked)
+        return (own.added_to(arguments[0], current.open_tokens), *arguments[1:]), options
+    x = own.added_to(options[HIDDEN_STATES], current.open_tokens)
     return arguments, {**options, HIDDEN_STATES: x}
 
 
@@ -288,7 +280,7 @@ def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None
         BaseModelError: the base's code went another way than when its structure was found.
     """
     missing = {*added.low_rank, *added.gains} - layer.own
-    if missing and current.masked is not True:
+    if missing and not current.open_tokens.none:
         raise BaseModelError(
             f"layer {added.index}: {min(missing)} has open weights and was not called, as it was "
             "when the structure was found; another kernel of transformers reads its weights: "

@@ -54,7 +54,7 @@ from .scale_gate import (
     texts_of,
 )
 from .scale_layer import ScaleExpertLinear, ScaleLayer
-from .scale_math import choose_path, masked_sum
+from .scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import (
     ScaleEmbedding,
@@ -397,7 +397,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         preserved = normed[0]
         adapted = normed[-1]
         closed = ~opens[:, kept].to(preserved.x.device)
-        x, x_up = choose_path(closed, preserved[:2], adapted[:2])
+        open_tokens = OpenTokens(closed=closed)
+        x, x_up = choose_path(open_tokens, preserved[:2], adapted[:2])
         return LastStreams([adapted._replace(x=x, x_up=x_up)], closed)
 
     def _run(
@@ -418,8 +419,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 self.config, paths[0].x, masks, inputs.cache, inputs.positions
             )
         tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
-        # One path that is all masked: the base alone.
-        is_base_alone = paths[0].masked is True
+        # One path without open tokens: the base alone.
+        is_base_alone = paths[0].open_tokens.none
         opens = None
         for index, layer in enumerate(self.layers):
             if recorded is not None and index in recorded:
@@ -430,11 +431,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                     return paths, opens
                 paths = self._behind_gate(paths, opens, inputs.may_wait)
             if index == self.first_twice and not is_base_alone:
-                paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
+                paths = [StreamPath(paths[0].x, None, open_tokens=NONE_OPEN), paths[0]]
             if index == self.own_first_layer:
                 paths[-1] = self._with_own_input(paths[-1], inputs.tokens)
             if index == self.first_routed:
-                paths = [paths[0]._replace(masked=True), paths[0]]
+                paths = [paths[0]._replace(open_tokens=NONE_OPEN), paths[0]]
             paths = self._layer_on_paths(layer, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
             opens = self._opens(paths, inputs) if decided is None else decided
@@ -447,20 +448,20 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """The paths from the gate on, of which closed tokens keep the base's x."""
         base = paths[0]
         model = paths[-1]
-        is_base_alone = model.masked is True
+        is_base_alone = model.open_tokens.none
         if self.first_routed is not None or is_base_alone:
             return paths
-        masked: bool | Tensor = ~opens
+        open_tokens = OpenTokens(closed=~opens)
         if may_wait:
             # Read once: each read makes the host wait for a GPU.
             opened = int(opens.count_nonzero())
             if opened == opens.numel():
-                masked = False
+                open_tokens = ALL_OPEN
             elif opened == 0:
                 # What open tokens have of their own is not computed at all.
-                masked = True
+                open_tokens = NONE_OPEN
         if base is model:
-            return [model._replace(masked=masked)]
+            return [model._replace(open_tokens=open_tokens)]
         # The base and the model, which both ran below the gate, are joined. Closed tokens go on
         # without an x_up: beside the base's x, by which it would be normalised, it may be far too
         # large.
@@ -468,22 +469,20 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         x_up = model.x_up
         if x_up is not None:
             x_up = x_up.masked_fill(~opens, 0)
-        return [StreamPath(x, x_up, masked)]
+        return [StreamPath(x, x_up, open_tokens)]
 
     def _with_own_input(self, path: StreamPath, tokens: Tensor) -> StreamPath:
-        """The path, in whose x open tokens [B, S] have added rows of their own; not where all is
-        masked, as where the base runs alone.
+        """The path, in whose x open tokens [B, S] have added rows of their own; not where none is
+        open, as where the base runs alone.
         """
-        if path.masked is True:
+        if path.open_tokens.none:
             return path
         assert self.own_input is not None, "`_run` has seen it"
         difference = self.own_input(tokens)
         # Over several devices, the rows may be on another than the layer before.
         x = path.x.to(difference.device)
-        masked = path.masked
-        if isinstance(masked, Tensor):
-            masked = masked.to(difference.device)
-        return path._replace(x=masked_sum(x, difference, masked))
+        open_tokens = path.open_tokens.to(difference.device)
+        return path._replace(x=open_tokens.choose(x, x + difference))
 
     def _layer_on_paths(
         self,
@@ -500,7 +499,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         table = layer.rotary_table
         results = layer(
             *streams,
-            masked=[path.masked for path in paths],
+            open_tokens=[path.open_tokens for path in paths],
             rotary=None if table is None else tables[table],
             mask=masks[layer.layer_type],
             past_key_values=inputs.cache,
@@ -508,7 +507,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         )
         changed = []
         for path, x, x_up in zip(paths, results[::2], results[1::2], strict=True):
-            changed.append(StreamPath(x, x_up, path.masked))
+            changed.append(StreamPath(x, x_up, path.open_tokens))
         return changed
 
     def _can_read_again(self, attention_mask: Any, cache: Any) -> bool:
@@ -571,7 +570,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             text.has_expansion = True
             before = torch.ones_like(before)
         if not text.has_expansion:
-            start = StreamPath(start.x, None, masked=True)
+            start = StreamPath(start.x, None, open_tokens=NONE_OPEN)
         [path], opens = self._run([start], inputs)
         assert opens is not None, "`_waits_for_open` has seen a gate"
 
@@ -594,14 +593,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if cache is not None:
             set_rows(cache, rows, own)
         if rows.all():
-            return [opened._replace(masked=~opens)], opens
+            return [opened._replace(open_tokens=OpenTokens(closed=~opens))], opens
         path.x[rows] = opened.x
         whole_up = path.x_up
         if opened.x_up is not None:
             if whole_up is None:
                 whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)
             whole_up[rows] = opened.x_up
-        return [StreamPath(path.x, whole_up, masked=~opens)], opens
+        return [StreamPath(path.x, whole_up, open_tokens=OpenTokens(closed=~opens))], opens
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""

@@ -45,7 +45,7 @@ from .configuration_scale_combined import CombinedConfig, chosen
 from .modeling_scale import PassInputs, ScaleForCausalLM, kept_tokens
 from .scale_combined_cache import BASE, CombinedState
 from .scale_gate import empty_like, texts_of
-from .scale_math import NEVER, own_row_logits, separate_products, soft_capped
+from .scale_math import NEVER, NONE_OPEN, own_row_logits, separate_products, soft_capped
 from .scale_streams import ScaleOutput, StreamPath
 
 EXPANSIONS = "expansions"
@@ -536,7 +536,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         part = inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
         if index == BASE:
-            start = start._replace(x_up=None, masked=True)
+            start = start._replace(x_up=None, open_tokens=NONE_OPEN)
         [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 
@@ -595,7 +595,7 @@ def added_logits(output: ScaleOutput, last: StreamPath, is_another: Tensor) -> l
         assert last.x_up is not None, "a model that is wider has its stream"
         x_up = last.x_up.masked_fill(is_another, 0)
         added.append(F.linear(x_up, output.expansion).float())
-    if output.own_rows is not None and last.masked is not True:
+    if output.own_rows is not None and not last.open_tokens.none:
         of_rows = own_row_logits(last.x, output.own_rows, output.row_of_token)
         added.append(of_rows.masked_fill(is_another, 0))
     return added

@@ -26,7 +26,7 @@ from .scale_hosted_blocks import (
 )
 from .scale_hosted_cache import AddedKeys, AddedText, given_back, given_cache, taken_from
 from .scale_hosted_own import low_rank_differences, own_gains
-from .scale_math import mask_of_rows, masked_sum, own_row_logits
+from .scale_math import ALL_OPEN, OpenTokens, own_row_logits
 from .scale_rotary import ScaleRotary
 from .scale_streams import ScaleOwnInput, own_row_table
 
@@ -87,7 +87,8 @@ class HostedPass:
         x_up: [B, S, U], the stream at the entry of the running layer; None without an expansion.
         changes: y_up of the blocks of this layer that have run, by index.
         kept_inputs: the inputs of blocks whose output comes from another module, by index.
-        closed: bool [B, S, 1], the tokens that the gate closes; None before it has decided.
+        open_tokens: the tokens for which anything is added to the base; all, until the gate has
+            decided.
         cache: the base's cache, as this forward got it; None: it got none.
         added: the added layers of that cache, which are out of it while the base runs; None: this
             forward caches nothing.
@@ -106,14 +107,9 @@ class HostedPass:
         self.call = call
         self.changes: dict[int, Tensor] = {}
         self.kept_inputs: dict[int, Tensor] = {}
-        self.closed: Tensor | None = None
+        self.open_tokens = ALL_OPEN
         self.cache = cache
         self.added = added
-
-    @property
-    def masked(self) -> bool | Tensor:
-        """The tokens for which nothing is added to the base; False: for none."""
-        return False if self.closed is None else self.closed
 
     def keys_of(self, place: tuple[int, int]) -> AddedKeys | None:
         """The cached keys and values of an added attention."""
@@ -412,7 +408,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             self._close(current, x)
         if self.own_input is None or index != self.config.own_first_layer:
             return None
-        x = masked_sum(x, self.own_input(current.call["input_ids"]), current.masked)
+        x = current.open_tokens.add(x, self.own_input, current.call["input_ids"])
         if args:
             return (x, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": x}
@@ -445,7 +441,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             # Here stands what the base makes of a picture or a sound, and no text was like it.
             is_text = (current.call["input_ids"] != token).unsqueeze(-1)
             opens = opens & is_text.to(opens.device)
-        current.closed = ~opens
+        current.open_tokens = OpenTokens(closed=~opens)
 
     def _add_difference(
         self, index: int, name: str, _: nn.Module, args: tuple[Any, ...], y: Tensor
@@ -454,10 +450,8 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         current = self._running
         if current is None:
             return None
-        change = self.layers.get_submodule(f"{index}.adapter.{name}")(args[0])
-        if current.closed is None:
-            return y + change
-        return masked_sum(y, change, mask_of_rows(current.closed, y))
+        difference = self.layers.get_submodule(f"{index}.adapter.{name}")
+        return current.open_tokens.like(y).add(y, difference, args[0])
 
     def _change_gain(
         self, index: int | None, name: str, norm: nn.Module, args: tuple[Any, ...], y: Tensor
@@ -468,9 +462,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             return None
         path = f"own.{name}" if index is None else f"layers.{index}.own.{name}"
         changed: Tensor = self.get_submodule(path)(norm, args)
-        if current.closed is None:
-            return changed
-        return torch.where(mask_of_rows(current.closed, y), y, changed)
+        return current.open_tokens.like(y).choose(y, changed)
 
     def _keep_input(
         self, place: tuple[int, int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -524,7 +516,12 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         y_rows = y.reshape(*rows, -1)
         keys = current.keys_of(place) if block["kind"] == "mixer" else None
         changed, y_up = self.layers[layer].get_submodule(block["added"])(
-            x.reshape(*rows, -1).to(x_up.dtype), x_up, y_rows, current.inputs, keys, current.masked
+            x.reshape(*rows, -1).to(x_up.dtype),
+            x_up,
+            y_rows,
+            current.inputs,
+            keys,
+            current.open_tokens,
         )
         current.changes[number] = y_up
         if changed is y_rows:
@@ -547,6 +544,4 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         if self.final_norm is not None and current.x_up is not None:
             x_up = self.final_norm(current.x_up[:, rows])
         changed = self.output.added_to(logits, args[0], x_up)
-        if current.closed is None:
-            return changed
-        return torch.where(current.closed[:, rows], logits, changed)
+        return current.open_tokens.at(rows).choose(logits, changed)

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_scale_hosted import HostedScaleConfig
 from .scale_hosted_cache import AddedKeys
-from .scale_math import masked_sum, rotate, with_gain
+from .scale_math import OpenTokens, rotate, with_gain
 from .scale_rotary import ScaleRotary
 
 
@@ -48,9 +48,9 @@ class HostedRowMap(nn.Module):
         self.base_to_expansion = nn.Linear(size, config.expansion_hidden_size, bias=False)
         self.expansion_to_expansion = nn.Linear(inner, config.expansion_hidden_size, bias=False)
 
-    def forward(self, y: Tensor, h: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, y: Tensor, h: Tensor, open_tokens: OpenTokens) -> tuple[Tensor, Tensor]:
         if self.expansion_to_base is not None:
-            y = masked_sum(y, self.expansion_to_base(h), masked)
+            y = open_tokens.add(y, self.expansion_to_base, h)
         return y, self.base_to_expansion(y) + self.expansion_to_expansion(h)
 
 
@@ -80,7 +80,7 @@ class HostedAttention(nn.Module):
         y: Tensor,
         inputs: HostedInputs,
         keys: AddedKeys | None,
-        masked: bool | Tensor,
+        open_tokens: OpenTokens,
     ) -> tuple[Tensor, Tensor]:
         """x, y: [B, S, D], x_up: [B, S, U] -> the changed y, and y_up."""
         x_up = self.stream_norm(x_up)
@@ -95,7 +95,7 @@ class HostedAttention(nn.Module):
             key.repeat_interleave(self.queries_per_key, dim=1),
             value.repeat_interleave(self.queries_per_key, dim=1),
         )
-        return self.output(y, heads.transpose(1, 2).flatten(2), masked)
+        return self.output(y, heads.transpose(1, 2).flatten(2), open_tokens)
 
 
 class HostedFeedForward(nn.Module):
@@ -117,11 +117,11 @@ class HostedFeedForward(nn.Module):
         y: Tensor,
         inputs: HostedInputs,
         keys: AddedKeys | None,
-        masked: bool | Tensor,
+        open_tokens: OpenTokens,
     ) -> tuple[Tensor, Tensor]:
         """Shapes as in `HostedAttention`; `inputs` and `keys` are for that alone."""
         x_up = self.stream_norm(x_up)
-        return self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked)
+        return self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), open_tokens)
 
 
 class HostedInputs:

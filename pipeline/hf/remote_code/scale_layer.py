@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # it caps scores
 
 from .configuration_scale import ScaleConfig
-from .scale_math import choose_experts, masked_sum, rotate, rows_by_expert
+from .scale_math import OpenTokens, choose_experts, rotate, rows_by_expert
 from .scale_rotary import RotaryAngles
 from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleLowRank, ScaleNorm, StreamPath
 
@@ -94,11 +94,11 @@ class ScaleAttention(nn.Module):
         changes = []
         for path, heads in zip(paths, attended, strict=True):
             if path.x_up is None:
-                x, x_up = self.output(heads, None, path.masked)
+                x, x_up = self.output(heads, None, path.open_tokens)
             else:
                 of_base, of_expansion = heads.split(self.widths, dim=-1)
-                x, x_up = self.output(of_base, of_expansion, path.masked)
-            changes.append(StreamPath(x, x_up, path.masked))
+                x, x_up = self.output(of_base, of_expansion, path.open_tokens)
+            changes.append(StreamPath(x, x_up, path.open_tokens))
         return changes
 
     def _heads(
@@ -111,9 +111,9 @@ class ScaleAttention(nn.Module):
         """
         parts = []
         for path in paths:
-            heads, heads_up = projection(path.x, path.x_up, path.masked)
+            heads, heads_up = projection(path.x, path.x_up, path.open_tokens)
             if norm is not None:
-                heads, heads_up = norm(heads, heads_up, path.masked)
+                heads, heads_up = norm(heads, heads_up, path.open_tokens)
             parts.append(heads)
             if heads_up is not None:
                 parts.append(heads_up)
@@ -171,16 +171,16 @@ class ScaleFeedForward(nn.Module):
         self.down = linear("down", inner, hidden)
 
     def forward(self, path: StreamPath) -> StreamPath:
-        inner, inner_up = self.up(path.x, path.x_up, path.masked)
+        inner, inner_up = self.up(path.x, path.x_up, path.open_tokens)
         gate: Tensor | None = None
         gate_up: Tensor | None = None
         if self.gate is not None:
-            gate, gate_up = self.gate(path.x, path.x_up, path.masked)
+            gate, gate_up = self.gate(path.x, path.x_up, path.open_tokens)
         inner = self._activated(inner, gate)
         if inner_up is not None:
             inner_up = self._activated(inner_up, gate_up)
-        x, x_up = self.down(inner, inner_up, path.masked)
-        return StreamPath(x, x_up, path.masked)
+        x, x_up = self.down(inner, inner_up, path.open_tokens)
+        return StreamPath(x, x_up, path.open_tokens)
 
     def _activated(self, inner: Tensor, gate: Tensor | None) -> Tensor:
         if gate is None:
@@ -282,19 +282,19 @@ class ScaleMixture(nn.Module):
         return base
 
     def forward(self, path: StreamPath) -> StreamPath:
-        x, x_up, masked = path
+        x, x_up, open_tokens = path
         rows = x.flatten(0, 1)
         y = self._experts_sum(rows)
         if "shared" in self.base:
-            y = y + self._shared_expert(rows, masked)
+            y = y + self._shared_expert(rows, open_tokens.like(rows))
         y = y.view_as(x)
         if x_up is None:
             return path._replace(x=y)
         gate = self.gate["base_to_expansion"](x) + self.gate["expansion_to_expansion"](x_up)
         inner = self.up["base_to_expansion"](x) + self.up["expansion_to_expansion"](x_up)
         inner = self.activation(gate) * inner
-        if "expansion_to_base" in self.down and masked is not True:
-            y = masked_sum(y, self.down["expansion_to_base"](inner), masked)
+        if "expansion_to_base" in self.down:
+            y = open_tokens.add(y, self.down["expansion_to_base"], inner)
         y_up = self.down["base_to_expansion"](y) + self.down["expansion_to_expansion"](inner)
         return path._replace(x=y, x_up=y_up)
 
@@ -316,17 +316,15 @@ class ScaleMixture(nn.Module):
         by_token = torch.empty_like(found).index_copy(0, order, found)
         return by_token.unflatten(0, (-1, top_k)).sum(1)
 
-    def _shared_expert(self, x: Tensor, masked: bool | Tensor) -> Tensor:
+    def _shared_expert(self, x: Tensor, open_tokens: OpenTokens) -> Tensor:
         """x [N, D] -> [N, D]: the expert that every token takes beside the others."""
         shared: Any = self.base["shared"]
-        if isinstance(masked, Tensor):
-            masked = masked.flatten(0, 1)
 
         def mapped(name: str, x: Tensor) -> Tensor:
             maps = shared[name]
             y: Tensor = maps["base"](x)
-            if "adapter" in maps and masked is not True:
-                y = masked_sum(y, maps["adapter"](x), masked)
+            if "adapter" in maps:
+                y = open_tokens.add(y, maps["adapter"], x)
             return y
 
         inner = self.activation(mapped("gate", x)) * mapped("up", x)
@@ -371,7 +369,7 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def forward(
         self,
         *streams: Tensor | None,
-        masked: list[bool | Tensor],
+        open_tokens: list[OpenTokens],
         rotary: RotaryAngles | None,
         mask: Any,
         past_key_values: Any = None,
@@ -383,9 +381,9 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         tensors. `options` are for the attention function, such as a server's own cache.
         """
         paths = []
-        for x, x_up, path_masked in zip(streams[::2], streams[1::2], masked, strict=True):
+        for x, x_up, path_open in zip(streams[::2], streams[1::2], open_tokens, strict=True):
             assert x is not None
-            paths.append(StreamPath(x, x_up, path_masked))
+            paths.append(StreamPath(x, x_up, path_open))
 
         attention_inputs = [path.normed(self.attention_norm) for path in paths]
         attended = self.attention(attention_inputs, rotary, mask, past_key_values, options)
@@ -405,4 +403,4 @@ def _add(path: StreamPath, change: StreamPath) -> StreamPath:
     x_up = path.x_up
     if x_up is not None and change.x_up is not None:
         x_up = x_up + change.x_up
-    return StreamPath(path.x + change.x, x_up, path.masked)
+    return StreamPath(path.x + change.x, x_up, path.open_tokens)

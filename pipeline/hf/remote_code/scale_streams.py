@@ -11,11 +11,12 @@ and in a model that is not wider than its base: maps and norms then compute the 
 
 Tokens that a gate opens may have weights of their own beside the base's (docs/gate.md of
 scale-cpt): an `adapter` of a linear map, an `own` gain of a norm, `own_rows` of the output. Each is
-a difference, which `masked` leaves out as it does expansion_to_base.
+a difference, as expansion_to_base is.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 
 from .configuration_scale import ScaleConfig
 from .scale_math import (
+    ALL_OPEN,
     NEVER,
+    OpenTokens,
     keeps_preserved_path,
     layer_norm_by,
-    masked_sum,
     own_row_logits,
     rms_normalised,
     separate_products,
@@ -48,29 +50,25 @@ ROUTED_TOKENS = 256
 class StreamPath(NamedTuple):
     """The streams of one path: x [B, S, D], and x_up [B, S, U] or None.
 
-    `masked` leaves every expansion_to_base out, and what open tokens have of their own, for all
-    tokens or for those of a mask [B, S, 1]. Where the base runs alone, all is masked, and x_up is
-    None.
+    `open_tokens` read every expansion_to_base, and the weights that are for them alone. Where the
+    base runs alone, none is open, and x_up is None.
     """
 
     x: Tensor
     x_up: Tensor | None
-    masked: bool | Tensor = False
+    open_tokens: OpenTokens = ALL_OPEN
 
     def normed(self, norm: nn.Module | None) -> StreamPath:
         """The path with both streams normalised, or as it is if there is no norm."""
         if norm is None:
             return self
-        x, x_up = norm(self.x, self.x_up, self.masked)
-        return StreamPath(x, x_up, self.masked)
+        x, x_up = norm(self.x, self.x_up, self.open_tokens)
+        return StreamPath(x, x_up, self.open_tokens)
 
     def at(self, tokens: slice | Tensor) -> StreamPath:
         """The path at some tokens alone."""
         x_up = None if self.x_up is None else self.x_up[:, tokens]
-        masked = self.masked
-        if isinstance(masked, Tensor):
-            masked = masked[:, tokens]
-        return StreamPath(self.x[:, tokens], x_up, masked)
+        return StreamPath(self.x[:, tokens], x_up, self.open_tokens.at(tokens))
 
 
 class ScaleLowRank(nn.Module):
@@ -114,15 +112,15 @@ class ScaleLinear(nn.Module):
             self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
+        self, x: Tensor, x_up: Tensor | None, open_tokens: OpenTokens
     ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
-        if self.adapter is not None and masked is not True:
-            y = masked_sum(y, self.adapter(x), masked)
+        if self.adapter is not None:
+            y = open_tokens.add(y, self.adapter, x)
         if x_up is None or self.base_to_expansion is None or self.expansion_to_expansion is None:
             return y, None
-        if self.expansion_to_base is not None and masked is not True:
-            y = masked_sum(y, self.expansion_to_base(x_up), masked)
+        if self.expansion_to_base is not None:
+            y = open_tokens.add(y, self.expansion_to_base, x_up)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
@@ -199,14 +197,15 @@ class ScaleNorm(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor = False
+        self, x: Tensor, x_up: Tensor | None, open_tokens: OpenTokens = ALL_OPEN
     ) -> tuple[Tensor, Tensor | None]:
-        if self.own is None or masked is True:
+        if self.own is None or open_tokens.none:
             y = self.base(x)
         else:
             # Both gains multiply one normalised x.
             normal = self.base.normalised(x, x)
-            y = masked_sum(self.base(x, normal=normal), self.own(x, normal=normal), masked)
+            y = self.base(x, normal=normal)
+            y = open_tokens.choose(y, y + self.own(x, normal=normal))
         if x_up is None or self.expansion is None:
             return y, None
         if self.shares_statistics:
@@ -237,11 +236,11 @@ class ScaleHeadNorm(nn.Module):
             self.expansion = ScaleStreamNorm(config, size_up, "rmsnorm")
 
     def forward(
-        self, heads: Tensor, heads_up: Tensor | None, masked: bool | Tensor
+        self, heads: Tensor, heads_up: Tensor | None, open_tokens: OpenTokens
     ) -> tuple[Tensor, Tensor | None]:
         normed = _normed_by_head(self.base, heads)
-        if self.own is not None and masked is not True:
-            normed = masked_sum(normed, _normed_by_head(self.own, heads), masked)
+        if self.own is not None:
+            normed = open_tokens.add(normed, partial(_normed_by_head, self.own), heads)
         if heads_up is None:
             return normed, None
         norm_up = self.base if self.expansion is None else self.expansion
@@ -402,7 +401,7 @@ class ScaleOutput(nn.Module):
             parts.append(x_up)
         if self.own_rows is not None:
             of_open = x
-            if path.masked is True:  # the base ran alone
+            if path.open_tokens.none:  # the base ran alone
                 of_open = torch.zeros_like(x)
             elif closed is not None:
                 of_open = x.masked_fill(closed, 0)
@@ -457,7 +456,7 @@ class ScaleOutput(nn.Module):
                 x_up = torch.where(is_preserved, preserved.x_up, x_up)
         if x_up is not None and self.expansion is not None:
             z = z + F.linear(x_up, self.expansion)
-        if self.own_rows is not None and adapted.masked is not True:
+        if self.own_rows is not None and not adapted.open_tokens.none:
             z = z + self._own_logits(adapted.x, self.own_rows, closed)
         z = soft_capped(z, self.softcap)
         if closed is not None and self.is_gated_vocabulary:

@@ -78,13 +78,15 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
         "vocabulary": {"folder": str(folder / "tokenizer")},
         "gate": {
             "tokens": 3000,
-            "max_open_fraction": 0.01,
-            "threshold_rule": "max_open_fraction",
+            "max_cost": 0.05,
             "splices": True,
             "negatives_file": None,
         },
         "method__norm": "base",
         "schedule__learning_rate": 0.02,
+        # A closed token of new text costs this small base 14 nats, and some of 100 close: with few
+        # sequences the costs, by which the threshold is chosen, are chance.
+        "validation__max_sequences": 200,
         **changes,
     }
     tokenize_corpora(load_config(write_config(folder / "run", folder / "tokens", **settings)))
@@ -93,12 +95,16 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
     return path
 
 
+def closed_so_far(logits: torch.Tensor) -> int:
+    """How many tokens come before the first one that is open: logits [1, S, V] of an export."""
+    is_closed = (logits[0, :, 512:] == NEVER).all(dim=-1)
+    return int(is_closed.long().cummin(0).values.sum())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run with a vocabulary and a gate."""
-    return train_extended(
-        tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20), validation__max_sequences=60
-    )
+    return train_extended(tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20))
 
 
 @torch.no_grad()
@@ -116,9 +122,10 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     assert done["step0_max_abs_logit_difference"] == 0.0
     record, _ = fit_gate(second)
     english = record.heldout["english"]
-    # A gate of a few steps may open for a token of English; where it does not, the logits are the
+    # A gate of a few steps opens for some tokens of English; where it does not, the logits are the
     # base's.
-    assert english.closed_sequences >= english.sequences - 1
+    assert english.sequences == 200 and english.closed_sequences > 100
+    assert english.open_fraction < 0.05
     assert record.closed_max_abs_logit_difference == 0.0
     assert convert(latest_conversion(second), probe_maker(*run_sources(second)))
 
@@ -129,6 +136,8 @@ def test_own_rows_of_old_tokens_stand_beside_the_rows_of_new_ones(tmp_path):
         "method__own_rows": {"min_count": 5},
         "method__own_gains": True,
         "method__low_rank": 2,
+        # At 0.02 the merged model is one in which roundings grow tenfold.
+        "schedule__learning_rate": 0.005,
     }
     run = train_extended(tmp_path, STORIES, 60, slice(20), schedule__steps=3, **own)
     config = load_config(run)
@@ -172,17 +181,25 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
         reference(STORIES),
         load_tokenizer(folder),
     )
-    story = "Once upon a time there was a little girl who lived in a small house."
-    tokens = torch.tensor(
-        [[*tokenizer.before_document, *tokenizer.reference.encode([story]).ids.tolist()]]
-    )
-    logits, of_base = model(tokens).logits, base(tokens).logits
-    assert_near(logits[..., :512], of_base, PARITY)  # another class of transformers
-    assert (logits[..., 512:] == NEVER).all()
-    assert torch.equal(
-        generate_greedily(model, tokens, new_tokens=12),
-        generate_greedily(base, tokens, new_tokens=12),
-    )
+    stories = []
+    for story in list(texts([str(STORIES_HELDOUT)]))[:20]:
+        ids = tokenizer.reference.encode([story]).ids.tolist()
+        stories.append(torch.tensor([[*tokenizer.before_document, *ids[:40]]]))
+    closed_tokens = 0
+    for tokens in stories:
+        logits, of_base = model(tokens).logits, base(tokens).logits
+        closed = closed_so_far(logits)
+        closed_tokens += closed
+        if closed:
+            # Another class of transformers: nearly the same, not to the bit.
+            assert_near(logits[:, :closed, :512], of_base[:, :closed], PARITY)
+    assert closed_tokens > 0.6 * sum(tokens.shape[1] for tokens in stories)
+    prompt = next(one[:, :12] for one in stories if closed_so_far(model(one).logits) > 16)
+    written = generate_greedily(model, prompt, new_tokens=12)
+    closed = closed_so_far(model(written).logits)
+    assert closed > prompt.shape[1]
+    of_base = generate_greedily(base, prompt, new_tokens=12)
+    assert torch.equal(written[:, : closed + 1], of_base[:, : closed + 1])
     review = next(texts([str(REVIEWS_HELDOUT)]))
     ids = torch.tensor([tokenizer.reference.encode([review]).ids.tolist()])
     assert (ids >= 512).any() and (

@@ -68,6 +68,20 @@ def test_tokens_of_one_state_are_not_split():
     assert threshold_by_cost(found, 0.01, 1.0) == 0.5
 
 
+@given(tokens=TOKENS, max_cost=st.floats(0.001, 0.5), start=st.integers(-12, 12))
+def test_the_token_with_which_every_document_starts_stays_closed(tokens, max_cost, start):
+    found = closing(tokens)
+    free = threshold_by_cost(found, max_cost, 1.0)
+    threshold = threshold_by_cost(found, max_cost, 1.0, start_score=float(start))
+    assert threshold > start
+    if free > start + 1:
+        assert threshold == free
+    # As little more is closed as that takes.
+    above = found.scores[found.scores > start]
+    if free < start and len(above):
+        assert threshold < above.min()
+
+
 @given(
     scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60), fraction=st.floats(0.1, 0.9)
 )

@@ -66,7 +66,7 @@ def test_closed_tokens_before_the_first_open_one_have_the_base_s_logits(kind, ba
     of_base = model.logits(tokens, positions, documents, path="base")
     model.gate = random_gate(model, tokens, opens="sometimes")
     hidden = model.hidden_states(tokens, positions, documents)
-    closed = hidden.closed.view(2, 24)
+    closed = hidden.open_tokens.closed.view(2, 24)
     assert closed.any() and not closed.all()
     # A document's tokens up to its first open one depend on closed tokens alone.
     found = model.logits(tokens, positions, documents)

@@ -82,7 +82,8 @@ def test_closed_tokens_before_the_first_open_one_have_the_base_s_logits(base, ki
     tokens = some_tokens(folder.spec, 2, 24)
     of_base = model.logits(tokens, positions, documents, path="base")
     model.gate = random_gate(model, tokens, opens="sometimes")
-    closed = model.hidden_states(tokens, positions, documents).closed.view(2, 24)
+    hidden = model.hidden_states(tokens, positions, documents)
+    closed = hidden.open_tokens.closed.view(2, 24)
     found = model.logits(tokens, positions, documents)
     assert closed.any() and not closed.all()
     for row in range(2):

@@ -1,7 +1,8 @@
-"""The table of types that can be a base: its rows, and the copy in docs/base_types.md."""
+"""The table of types that can be a base: its rows, and the summary in docs/base_types.md."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,37 @@ LLAMA = (
 )
 
 
-def test_the_page_has_a_row_for_every_type():
+def test_the_table_has_a_row_for_every_type():
     assert list(stored_rows()) == all_types()
+
+
+def test_the_page_lists_every_type_as_the_table_has_it():
+    expected: dict[tuple[str, str], list[str]] = {}
+    for model_type, row in stored_rows().items():
+        _, use, *_, documents = re.split(r"(?<!\\) \|", row.removesuffix("|"))
+        expected.setdefault((use.strip(), documents.strip()), []).append(model_type)
+    page = (PROJECT / "docs" / "base_types.md").read_text(encoding="utf-8")
+    listed = {
+        (use, documents.strip()): names.split(", ")
+        for use, documents, names in re.findall(
+            r"(?m)^\| (native|hosted|refused) \|(.*)\| (.*) \|$", page
+        )
+    }
+    assert listed == expected
+    assert page.startswith(_first_line(expected), page.index("\n\n") + 2)
+
+
+def _first_line(types: dict[tuple[str, str], list[str]]) -> str:
+    """How many types there are in all, and of each use."""
+    of_use = dict.fromkeys(("native", "hosted", "refused"), 0)
+    for (use, _), names in types.items():
+        of_use[use] += len(names)
+    native, hosted, refused = of_use.values()
+    return (
+        f"Of {native + hosted + refused} types of transformers {native} are "
+        f"[native](architectures.md#what-loads), {hosted} [hosted](architectures.md#hosted-bases) "
+        f"and {refused} refused,"
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +65,7 @@ def test_the_page_has_a_row_for_every_type():
         ],
     ],
 )
-def test_a_row_of_the_page_is_what_is_found(model_type):
+def test_a_row_of_the_table_is_what_is_found(model_type):
     (found,) = survey([model_type])
     assert found.row() == stored_rows()[model_type]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import load_config
-from pipeline.evaluation.chats import ChatScore
 from pipeline.evaluation.perplexity import Score
+from pipeline.extensions.chats.score import ChatScore
 from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.extensions.report.formats import number
 from pipeline.extensions.report.recorded_run import read_run

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation import chats
-from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
+from pipeline.extensions.chats import score
+from pipeline.extensions.chats.score import ChatScore, read_chats, score_chats
 from tests.bases import STORIES
 from tests.extensions.self_generated.helpers import copied_stories
 from tests.programs import scale_cpt
@@ -80,7 +80,7 @@ def answers() -> list[list[int]]:
 def test_a_score_is_of_transformers_greedy_answers(
     batch_tokens, model, answers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(chats, "_BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(score, "_BATCH_TOKENS", batch_tokens)
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     texts = [tokenizer.decode(answer) for answer in answers]
     right = [

@@ -325,8 +325,8 @@ class Decoder(CausalDecoder):
         *,
         layer: int,
     ) -> Tensor:
-        """The base's residual stream before `layer`, or after the last if there are as many: [B, S,
-        D]."""
+        """The base's residual stream before `layer`, or after the last if there are as many:
+        [B, S, D]."""
         x, _ = self._embedded(tokens)
         layers = self._layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
         return run_base(layers.part(None, layer), x)

@@ -173,7 +173,7 @@ class Decoder(CausalDecoder):
         # All B·S tokens as rows: the loss is computed in chunks of them.
         kl_rows = kl_sequences * targets.shape[1]
         losses: Losses = self.output(hidden, targets.flatten(), kl_rows)
-        return losses.of_shape(targets.shape)
+        return losses.reshaped(targets.shape)
 
     def hidden_states(
         self,

@@ -118,7 +118,7 @@ class OutputProjection(nn.Module):
         """The own rows of this rank's columns of the base's vocabulary."""
         assert self._own_row_of is not None, "its caller has own rows"
         vocabulary = self.vocabulary
-        return self._own_row_of.of_columns(
+        return self._own_row_of.columns(
             vocabulary.first, vocabulary.base_count, vocabulary.base_width, self.base.device
         )
 

@@ -76,8 +76,9 @@ def perplexities(model: Any, texts: Mapping[str, Windows]) -> dict[str, float]:
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each target in fp64, 0 where nothing is predicted: [B, S, V], [B, S] -> [B,
-    S].
+    """The loss of each target in fp64, 0 where nothing is predicted.
+
+    [B, S, V], [B, S] -> [B, S].
     """
     flat = F.cross_entropy(
         logits.double().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"

@@ -95,6 +95,6 @@ def _seems_made_for(config: RunConfig, method: ScaleMethod | Lora) -> bool:
         # A base that was changed after the expansion was made may be another one; its times answer
         # without reading it.
         and base_changed_at <= made_at
-        and found.get("method") == method.of_initial_expansion
+        and found.get("method") == method.initial_expansion_settings
         and found.get("seed") == config.seed
     )

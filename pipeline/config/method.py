@@ -138,7 +138,7 @@ class ScaleMethod(MethodSettings):
         return self
 
     @property
-    def of_initial_expansion(self) -> dict[str, Any]:
+    def initial_expansion_settings(self) -> dict[str, Any]:
         """The settings that the initial expansion depends on: variant, widths, initialisers."""
         settings = self.model_dump(mode="json", exclude={"router_threshold", "norm"})
         if not self.has_own_weights:
@@ -203,7 +203,7 @@ class Lora(MethodSettings):
         return self.own_rows is not None or self.own_gains
 
     @property
-    def of_initial_expansion(self) -> dict[str, Any]:
+    def initial_expansion_settings(self) -> dict[str, Any]:
         """The settings that the initial values in a folder depend on."""
         return self.model_dump(mode="json")
 

@@ -39,7 +39,7 @@ def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
             KEY=VALUE.
     """
     if path.is_dir():
-        values = _of_run_folder(path)
+        values = _run_folder_settings(path)
     else:
         values = _extended(path, ())
     for change in changes:
@@ -47,7 +47,7 @@ def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     return values
 
 
-def _of_run_folder(folder: Path) -> dict[str, Any]:
+def _run_folder_settings(folder: Path) -> dict[str, Any]:
     """The settings in a run's folder. If it was moved, so are the folders in it."""
     values = _extended(folder / RUN_FILE, ())
     old = Path(str(values.get("folder")))

@@ -176,7 +176,7 @@ class Expansion(ExportFormat):
             "base": source_of(model.base.path) or model.base.path.name,
             "base_hashes": model.base.hashes,
             "base_architecture": architecture_of(model.base.spec),
-            "method": model.settings.of_initial_expansion,
+            "method": model.settings.initial_expansion_settings,
             "seed": run.seed,
             "trained_as": run.model_dump(include=set(SAME_MODEL)),
             "tokenizer": run.tokenizer_fingerprint,

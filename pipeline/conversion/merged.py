@@ -248,18 +248,18 @@ def _as_base_stores_them(
     # The matrices of the experts of a map are written one after the other: a cache of one map makes
     # their tensor once, and holds no more than that.
     @lru_cache(maxsize=1)
-    def of_all_experts(planned: PlannedTensor) -> Tensor:
+    def experts_tensor(planned: PlannedTensor) -> Tensor:
         return planned.make()
 
-    def of_expert(planned: PlannedTensor, index: int) -> Tensor:
-        return of_all_experts(planned)[index]
+    def expert_tensor(planned: PlannedTensor, index: int) -> Tensor:
+        return experts_tensor(planned)[index]
 
     stored: list[PlannedTensor] = []
     for target, parts in targets.items():
         part, planned = parts[0]
         if target.experts is not None:
             for index, expert in enumerate(target.names()):
-                make = partial(of_expert, planned, index)
+                make = partial(expert_tensor, planned, index)
                 stored.append(PlannedTensor(expert, planned.shape[1:], make))
         elif target.three_16_bit_rows:
             stored.append(_sum_of_three(target.name, planned))

@@ -193,9 +193,8 @@ def export_advice(tokenizer: Tokenizer) -> str:
         )
     return (
         f"correct the files beside {tokenizer.path}: tokenizer_config.json must name only tokens "
-        "that tokenizer.json "
-        "has, with the same settings; a merged model may also have a class of its own, then use "
-        "--format scale; not kept"
+        "that tokenizer.json has, with the same settings; a merged model may also have a class of "
+        "its own, then use --format scale; not kept"
     )
 
 

@@ -74,8 +74,8 @@ def frequent_tokens(
 
 def _too_rare(setting: str, highest: int, min_count: int) -> str:
     return (
-        f"{setting}: expected at most {highest}, how often the most frequent token "
-        f"occurs, found {min_count}"
+        f"{setting}: expected at most {highest}, how often the most frequent token occurs, found "
+        f"{min_count}"
     )
 
 

@@ -152,7 +152,7 @@ def _check_origin(
     expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod | Lora, seed: int
 ) -> None:
     """Raises as `check_origin`, and BaseModelError if the base's config.json has changed since."""
-    expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
+    expansion.check_origin(base.hashes, settings.initial_expansion_settings, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:
         _logger.info(
@@ -247,7 +247,7 @@ def upscale(
         "base": str(base.path),
         "base_hashes": base.hashes,
         "base_architecture": architecture_of(base.spec),
-        "method": settings.of_initial_expansion,
+        "method": settings.initial_expansion_settings,
         "expansion": None if plan.expansion is None else asdict(plan.expansion),
         "seed": seed,
     }

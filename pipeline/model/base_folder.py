@@ -95,7 +95,7 @@ class BaseFolder:
                 of one size.
         """
         source = self._source(name)
-        shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        shapes = self._read_each(source.names(), lambda view: tuple(view.get_shape()))
         first = shapes[0]
         if len(set(shapes)) > 1:
             raise BaseModelError(
@@ -139,7 +139,7 @@ class BaseFolder:
                 # A dimension of one expert's matrix is the next one of the parameter.
                 of_one = replace(of_one, dim=partition.dim - 1)
             held = source.names()[slice(*partition.experts(source.experts))]
-            experts = self._of_each(
+            experts = self._read_each(
                 held[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
             # transformers stores an expert a tensor; ours are one tensor, for a product over all of
@@ -149,14 +149,14 @@ class BaseFolder:
         elif source.part is not None or source.three_16_bit_rows:
             # A part of a fused tensor is not contiguous: it is read whole and cut. Such tensors are
             # one layer's.
-            (whole,) = self._of_each(source.names(), lambda view: view[:])
+            (whole,) = self._read_each(source.names(), lambda view: view[:])
             if source.part is not None:
                 whole = source.part.of(whole)
             else:
                 whole = three_16_bit_rows(whole)
             stored = split(whole, partition, tp_rank, tp_size)[taken]
         else:
-            (stored,) = self._of_each(
+            (stored,) = self._read_each(
                 source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows)
             )
         if self.spec.residual is None:
@@ -198,7 +198,7 @@ class BaseFolder:
             return self._source("embedding.base.weight")
         return source
 
-    def _of_each(self, names: Iterable[str], use: Callable[[StoredTensor], T]) -> list[T]:
+    def _read_each(self, names: Iterable[str], use: Callable[[StoredTensor], T]) -> list[T]:
         """What `use` makes of each tensor. A file is opened once for those that follow each
         other."""
         found: list[T] = []
@@ -240,8 +240,7 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE_FILE).exists() and named != [SINGLE_FILE]:
         raise BaseModelError(
             f"{folder / SINGLE_FILE}: {INDEX_FILE} beside it names other files, and transformers "
-            "would read this one "
-            "instead; move away whichever is not the model"
+            "would read this one instead; move away whichever is not the model"
         )
     for name in named:
         for tensor in _tensors_in(folder / name):
@@ -272,8 +271,7 @@ def _check_no_other_weights(folder: Path) -> None:
     if adapter.exists():
         raise BaseModelError(
             f"{adapter}: an adapter, which transformers applies where peft is installed; merge it "
-            "into the weights "
-            "(merge_and_unload of peft), or move it away"
+            "into the weights (merge_and_unload of peft), or move it away"
         )
     config: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -282,8 +280,7 @@ def _check_no_other_weights(folder: Path) -> None:
     if other is not None:
         raise BaseModelError(
             f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name "
-            "these files "
-            f"{SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
+            f"these files {SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
         )
 
 

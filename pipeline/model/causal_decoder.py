@@ -131,8 +131,8 @@ class CausalDecoder(nn.Module, ABC):
         *,
         layer: int,
     ) -> Tensor:
-        """The base's residual stream before `layer`, or after the last if there are as many: [B, S,
-        D]."""
+        """The base's residual stream before `layer`, or after the last if there are as many:
+        [B, S, D]."""
 
     @abstractmethod
     def compile_layers(self, backend: str = "inductor") -> None:

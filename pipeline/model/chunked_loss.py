@@ -58,7 +58,7 @@ class Losses(NamedTuple):
     preserved: Tensor
     is_greedy_choice: Tensor | None
 
-    def of_shape(self, shape: torch.Size) -> Losses:
+    def reshaped(self, shape: torch.Size) -> Losses:
         """The same losses, those of single targets reshaped to `shape`."""
         is_greedy_choice = self.is_greedy_choice
         if is_greedy_choice is not None:
@@ -174,7 +174,7 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     kl_tokens = 0 if settings.reference is None else len(settings.reference)
     trains = any(gradient is not None for gradient in gradients.in_order())
     columns = projection.vocabulary.range
-    target_columns = projection.vocabulary.of_tokens(targets)
+    target_columns = projection.vocabulary.columns_of(targets)
 
     own_columns: OwnColumns | None = None
     open_weight: Tensor | None = None
@@ -231,7 +231,7 @@ def _compiled_loss(
     )
     if not trains_by_kl:
         return fused_cross_entropy.nll_and_logit_gradient(
-            logits, projection.vocabulary.of_tokens(targets), dtype, **columns
+            logits, projection.vocabulary.columns_of(targets), dtype, **columns
         )
     assert settings.reference is not None
     return fused_cross_entropy.kl_and_logit_gradient(
@@ -262,7 +262,7 @@ def _loss_by_operations_(
         gradient *= projection.kl_coefficient
     else:
         loss, gradient = nll_and_logit_gradient_(
-            logits, projection.vocabulary.of_tokens(targets), **columns
+            logits, projection.vocabulary.columns_of(targets), **columns
         )
     if slopes is not None:
         gradient *= slopes

@@ -173,7 +173,7 @@ class Decoder(CausalDecoder):
         # All B·S tokens as rows: the loss is computed in chunks of them.
         kl_rows = kl_sequences * targets.shape[1]
         losses: Losses = self.output(hidden, targets.flatten(), kl_rows)
-        return losses.of_shape(targets.shape)
+        return losses.reshaped(targets.shape)
 
     def hidden_states(
         self,
@@ -325,8 +325,8 @@ class Decoder(CausalDecoder):
         *,
         layer: int,
     ) -> Tensor:
-        """The base's residual stream before `layer`, or after the last if there are as many: [B, S,
-        D]."""
+        """The base's residual stream before `layer`, or after the last if there are as many:
+        [B, S, D]."""
         x, _ = self._embedded(tokens)
         layers = self._layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
         return run_base(layers.part(None, layer), x)

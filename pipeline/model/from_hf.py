@@ -465,8 +465,8 @@ def check_weights(
         if found != expected:
             raise BaseModelError(
                 f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} "
-                "(the tensor "
-                f"{hf_tensor(source(name), base.spec).name.format('*')}); copy the folder again"
+                f"(the tensor {hf_tensor(source(name), base.spec).name.format('*')}); copy the "
+                "folder again"
             )
 
 

@@ -118,7 +118,7 @@ class OutputProjection(nn.Module):
         """The own rows of this rank's columns of the base's vocabulary."""
         assert self._own_row_of is not None, "its caller has own rows"
         vocabulary = self.vocabulary
-        return self._own_row_of.of_columns(
+        return self._own_row_of.columns(
             vocabulary.first, vocabulary.base_count, vocabulary.base_width, self.base.device
         )
 
@@ -235,8 +235,8 @@ class OutputProjection(nn.Module):
         return (1 - (logits / self.softcap).square_()).clamp_(min=0)
 
     def reference_logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n,
-        V / tp_size].
+        """This rank's columns of the base's logits, in fp32:
+        its last hidden states x [n, D] -> [n, V / tp_size].
 
         New tokens are impossible for the base, so that KL(base || model) counts the probability
         that they take away.

@@ -88,7 +88,7 @@ class OwnRowOfToken:
         """own_rows: [r, D] -> the row of every token: [V, D]."""
         return own_rows[self.on(own_rows.device)]
 
-    def of_columns(self, first: int, count: int, width: int, device: torch.device) -> OwnColumns:
+    def columns(self, first: int, count: int, width: int, device: torch.device) -> OwnColumns:
         """Those of the tokens from id `first` on, `count` of them, padded to `width` columns."""
         key = (first, count, width, device)
         if key not in self._columns:
@@ -148,8 +148,8 @@ class NormWithOwnGain(WidenedNorm):
         else:
             self.own = LayerNorm(size, eps, tp)
 
-    def _of_base(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
-        y = super()._of_base(x, normal, open_tokens)
+    def _base_part(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
+        y = super()._base_part(x, normal, open_tokens)
         if normal is None:
             return open_tokens.add(y, self.own, x)
         # Both gains multiply one normalised x.

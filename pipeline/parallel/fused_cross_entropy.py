@@ -270,19 +270,19 @@ def _kl_joined_over_ranks(own: tuple[Tensor, Tensor], tp: TensorParallel) -> tup
 # What tensors without values get, by the name of the pass.
 
 
-def _of_rows(z: Tensor, *sizes: int) -> Tensor:
+def _empty_rows(z: Tensor, *sizes: int) -> Tensor:
     return z.new_empty(*sizes, len(z), dtype=torch.float32)
 
 
-def _of_logits(z: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_logits(z: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(z, dtype=dtype)
 
 
 _RESULTS: dict[str, Callable[[Tensor, Any], Any]] = {
-    "_nll_and_gradient": lambda z, dtype: (_of_rows(z), _of_logits(z, dtype)),
-    "_kl_and_gradient": lambda z, dtype: (_of_rows(z), _of_logits(z, dtype)),
-    "_statistics": lambda z, _: (_of_rows(z), _of_rows(z), _of_rows(z)),
-    "_kl_statistics": lambda z, _: (_of_rows(z, 2), _of_rows(z, 3)),
-    "_gradient": _of_logits,
-    "_kl_gradient": _of_logits,
+    "_nll_and_gradient": lambda z, dtype: (_empty_rows(z), _empty_logits(z, dtype)),
+    "_kl_and_gradient": lambda z, dtype: (_empty_rows(z), _empty_logits(z, dtype)),
+    "_statistics": lambda z, _: (_empty_rows(z), _empty_rows(z), _empty_rows(z)),
+    "_kl_statistics": lambda z, _: (_empty_rows(z, 2), _empty_rows(z, 3)),
+    "_gradient": _empty_logits,
+    "_kl_gradient": _empty_logits,
 }

@@ -61,7 +61,7 @@ class LogitColumns:
         first = self.tp.rank * self.width
         return {"first": first, "vocab_size": self.tp.size * self.width, "tp": self.tp}
 
-    def of_tokens(self, tokens: Tensor) -> Tensor:
+    def columns_of(self, tokens: Tensor) -> Tensor:
         """The column of each token [N], counted over the columns of all ranks; IGNORED stays."""
         if not self.new_tokens:
             return tokens
@@ -76,7 +76,7 @@ class LogitColumns:
         return torch.where(tokens == IGNORED, tokens, columns)
 
     def tokens_of(self, columns: Tensor) -> Tensor:
-        """The token of each column [N]; the inverse of `of_tokens`."""
+        """The token of each column [N]; the inverse of `columns_of`."""
         if not self.new_tokens:
             return columns
         rank = columns // self.width

@@ -443,7 +443,7 @@ class _FrozenProduct(torch.autograd.Function):
         weights = quantization.decode(stored, x.dtype)
         if ends is None:
             return F.linear(x, weights, bias)
-        return grouped_product(x, _of_each(weights, ends), ends)
+        return grouped_product(x, _by_expert(weights, ends), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -456,11 +456,11 @@ class _FrozenProduct(torch.autograd.Function):
         if ends is None:
             of_x = gradient @ weights
         else:
-            of_x = grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends)
+            of_x = grouped_product(gradient, _by_expert(weights, ends).transpose(1, 2), ends)
         return of_x, None, None, None, None
 
 
-def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
+def _by_expert(weights: Tensor, ends: Tensor) -> Tensor:
     """[experts · out, in] -> [experts, out, in]."""
     return weights.unflatten(0, (len(ends), -1))
 

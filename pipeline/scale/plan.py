@@ -161,8 +161,7 @@ def plan_expansion(
     if heads % ratio:
         raise ConfigError(
             f"method.expansion.num_attention_heads: expected a multiple of {ratio}, the base's "
-            "query heads per "
-            f"key/value head, found {heads}"
+            f"query heads per key/value head, found {heads}"
         )
     l_fp = num_layers if method.l_fp is None else method.l_fp
     if method.variant != "preserve" and l_fp >= num_layers:
@@ -241,8 +240,7 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
     if added.intermediate_size % tp_size:
         raise ConfigError(
             "method.expansion.intermediate_size: expected a multiple of parallel.tp_size "
-            f"{tp_size}, found "
-            f"{added.intermediate_size}"
+            f"{tp_size}, found {added.intermediate_size}"
         )
     heads = added.num_attention_heads
     kv_heads = added.num_key_value_heads

@@ -81,7 +81,7 @@ class WidenedNorm(nn.Module):
         if self.normed is not None:
             # The divisor is the whole width, as the base's own RMSNorm had it when it was trained.
             mean_square = self.normed.sum_of_squares(x_fp32) / width
-        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), open_tokens)
+        y = self._base_part(x, self.base.normalised(x_fp32, mean_square), open_tokens)
         if self.expansion is None or x_up is None:
             return y, None
         if self.statistics == "separate":
@@ -90,14 +90,14 @@ class WidenedNorm(nn.Module):
             mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
 
-    def _of_base(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
+    def _base_part(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
         """The norm of the base stream; `normal` is x normalised, without a gain (RMSNorm only)."""
         y: Tensor = self.base(x) if normal is None else self.base(x, normal=normal)
         return y
 
     def _layer_norm(self, x: Tensor, x_up: Tensor | None, open_tokens: OpenTokens) -> Streams:
         """`forward` with LayerNorm, which also subtracts a mean."""
-        y = self._of_base(x, None, open_tokens)
+        y = self._base_part(x, None, open_tokens)
         if self.expansion is None or x_up is None:
             return y, None
         statistics_of = x if self.statistics == "base" else None
@@ -110,7 +110,7 @@ class WidenedNorm(nn.Module):
         assert self.expansion is not None, "x_up has a norm"
         x_fp32 = x.float()
         mean_square = self._merged_mean_square(x_fp32, x_up, scale)
-        y = self._of_base(x, self.base.normalised(x_fp32, mean_square), open_tokens)
+        y = self._base_part(x, self.base.normalised(x_fp32, mean_square), open_tokens)
         return y, self.expansion(x_up, mean_square)
 
     def _merged_mean_square(self, x_fp32: Tensor, x_up: Tensor, scale: float) -> Tensor:

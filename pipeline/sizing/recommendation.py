@@ -56,8 +56,8 @@ def _nothing_fits(estimates: Sequence[Estimate], cluster: Cluster) -> str:
     """Why no layout is recommended."""
     least = _smallest(estimates)
     reason = (
-        f"nothing fits: {least.choice} needs {needed_gib(least)} GiB "
-        f"of the usable {usable_gib(cluster)}"
+        f"nothing fits: {least.choice} needs {needed_gib(least)} GiB of the usable "
+        f"{usable_gib(cluster)}"
     )
     if least.fits(cluster):
         reason += f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"

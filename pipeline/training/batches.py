@@ -118,7 +118,7 @@ class TrainingBatches:
             initializer = partial(torch.cuda.set_device, device)
         self._reader = ThreadPoolExecutor(1, "batches", initializer)
 
-    def of_step(self, step: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of the step after `step` steps.
 
         Raises:

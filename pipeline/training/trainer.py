@@ -101,7 +101,7 @@ class Trainer:
         # damaged in a copy.
         self.step0_difference: float | None = None
         if self.engine.model.keeps_base and inputs.starts_at_base:
-            probe = next(self.batches.of_step(0))
+            probe = next(self.batches.micro_batches(0))
             self.step0_difference = check_preservation(self.engine, probe, config)
 
         deepspeed_config = inputs.deepspeed_config
@@ -285,7 +285,7 @@ class Trainer:
         """
         sums = StepSums(self.device)
         self.engine.model.equals_base = index == 0 and self.inputs.starts_at_base
-        batches = self.batches.of_step(index - self.stage.first_step)
+        batches = self.batches.micro_batches(index - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:
             with self.phases("data"):

@@ -339,9 +339,8 @@ class StudyRuns:
             names = ", ".join(task.name for task in unfinished)
             status = read_status(unfinished[0].run.folder)
             raise StudyError(
-                f"{names}: not finished, though the jobs have ended; the first is "
-                f"{status.state}: {status.why}; the output of its job says more; submit the study "
-                "again to continue"
+                f"{names}: not finished, though the jobs have ended; the first is {status.state}: "
+                f"{status.why}; the output of its job says more; submit the study again to continue"
             )
         return tasks
 

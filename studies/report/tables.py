@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
-from pipeline.extensions.report.formats import NOTHING, change, count, number, of_figure, percent
+from pipeline.extensions.report.formats import (
+    NOTHING,
+    change,
+    count,
+    figure_format,
+    number,
+    percent,
+)
 from pipeline.extensions.report.tables import Cell, Table, TableRow
 from pipeline.gating.folder import KindFigures
 from pipeline.run_folder.metrics import mean, spread
@@ -33,7 +40,7 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
             values.update(_starts(own, figure, shown[part]))
         # The runs of several studies may have measured their bases differently: then there is no
         # one figure of the base.
-        base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
+        base.append(Cell(figure_format(figure)(values.pop()) if len(values) == 1 else NOTHING))
 
     rows = [TableRow("base", base, is_reference=True)]
     for own in groups:
@@ -78,7 +85,7 @@ def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
     after = _ends(group, figure, part)
     if not after:
         return Cell(NOTHING)
-    in_words = of_figure(figure)
+    in_words = figure_format(figure)
     notes: list[str] = []
     deviation = spread(after)
     if deviation is not None:

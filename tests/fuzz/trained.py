@@ -137,7 +137,7 @@ def _read_expansion() -> str:
     base = open_base(STORIES)
     expansion = open_expansion(INPUT)
     expansion.check_files()
-    expansion.check_origin(base.hashes, EXPANSION.of_initial_expansion, SEED)
+    expansion.check_origin(base.hashes, EXPANSION.initial_expansion_settings, SEED)
     method = Scale(EXPANSION, INPUT, SEED)
     model = method.build(base.spec, SINGLE, "none")
     method.load(model, base, SINGLE)

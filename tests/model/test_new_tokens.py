@@ -178,7 +178,7 @@ def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(
         tp = TensorParallel(rank=rank, size=tp_size) if tp_size > 1 else SINGLE
         columns = LogitColumns(vocab_size, new, tp)
         of_rank = columns.range
-        places = columns.of_tokens(tokens)
+        places = columns.columns_of(tokens)
         here = (places >= of_rank["first"]) & (places < of_rank["first"] + columns.width)
         old = here[:vocab_size].nonzero().flatten()
         assert torch.equal(old, tokens[columns.first : columns.first + columns.base_count])
@@ -186,4 +186,4 @@ def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(
         owners.append(here)
         assert places.unique().numel() == len(tokens) and places.max() < of_rank["vocab_size"]
     assert torch.equal(torch.stack(owners).sum(dim=0), torch.ones(len(tokens), dtype=torch.int64))
-    assert columns.of_tokens(torch.tensor([-100])).item() == -100
+    assert columns.columns_of(torch.tensor([-100])).item() == -100

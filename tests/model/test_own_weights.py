@@ -139,7 +139,7 @@ def test_what_trains(base):
 def test_columns_of_own_rows_are_a_matrix_product(tokens, first, count, padding):
     """Logits and gradients by columns equal those of a whole matrix of rows, autograd's."""
     ids = tuple(sorted(tokens))
-    columns = OwnRowOfToken(ids, 31).of_columns(first, count, count + padding, torch.device("cpu"))
+    columns = OwnRowOfToken(ids, 31).columns(first, count, count + padding, torch.device("cpu"))
     row_of = [
         ids.index(token) if token in ids else len(ids) for token in range(first, first + count)
     ]

@@ -162,7 +162,7 @@ def outcome(model: Decoder, case: Case) -> Outcome:
         nll=losses.nll,
         kl=losses.kl,
         preserved=losses.preserved,
-        places=model.output.vocabulary.of_tokens(
+        places=model.output.vocabulary.columns_of(
             torch.arange(model.spec.vocab_size + model.spec.new_tokens)
         ),
         greedy=greedy,

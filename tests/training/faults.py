@@ -85,7 +85,7 @@ def _injected(planned: dict[int, Planned]) -> Iterator[None]:
     from pipeline.training.batches import TrainingBatches
     from pipeline.training.engine import Engine
 
-    of_step, loss = TrainingBatches.of_step, Engine.loss
+    micro_batches, loss = TrainingBatches.micro_batches, Engine.loss
     computed: Counter[int] = Counter()
     now = 0
 
@@ -93,7 +93,7 @@ def _injected(planned: dict[int, Planned]) -> Iterator[None]:
         nonlocal now
         now = index + 1
         computed[now] += 1
-        yield from of_step(batches, index)
+        yield from micro_batches(batches, index)
 
     def faulty(engine: Engine, batch: Any) -> Any:
         losses = loss(engine, batch)
@@ -103,5 +103,8 @@ def _injected(planned: dict[int, Planned]) -> Iterator[None]:
             losses = losses._replace(total=fault(losses.total), nll=fault(losses.nll))
         return losses
 
-    with patch.object(TrainingBatches, "of_step", counted), patch.object(Engine, "loss", faulty):
+    with (
+        patch.object(TrainingBatches, "micro_batches", counted),
+        patch.object(Engine, "loss", faulty),
+    ):
         yield

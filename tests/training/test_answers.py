@@ -80,7 +80,9 @@ def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
     (score,) = trainer.validator.validate(trainer.engine).values()
     sequences = len(trainer.validator.heldout["pairs"])
     total, read = 0.0, 0
-    for batch in (batch for step in range(sequences) for batch in trainer.batches.of_step(step)):
+    for batch in (
+        batch for step in range(sequences) for batch in trainer.batches.micro_batches(step)
+    ):
         if read < sequences:
             total += float(trainer.engine.loss(batch).total.detach())
             read += len(batch.tokens)

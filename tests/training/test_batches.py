@@ -29,7 +29,8 @@ def step_of(config, samples, layout: Layout, step: int) -> list[list[MicroBatch]
     """Each rank's micro-batches of a step."""
     ranks = range(layout.world_size)
     return [
-        list(TrainingBatches(samples, config, layout, rank, CPU).of_step(step)) for rank in ranks
+        list(TrainingBatches(samples, config, layout, rank, CPU).micro_batches(step))
+        for rank in ranks
     ]
 
 
@@ -170,18 +171,18 @@ def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(
 ):
     """A step is computed again, skipped, left in the middle, or the first of a resumed run."""
     for step, count in taken:
-        for number, found in enumerate(itertools.islice(batches.of_step(step), count)):
+        for number, found in enumerate(itertools.islice(batches.micro_batches(step), count)):
             assert_read(found, recorded.samples, config, step, number)
     assert "MainThread" not in recorded.threads
 
 
 def test_a_fault_is_raised_where_its_micro_batch_is_due_and_nowhere_else(recorded, batches, config):
     recorded.damaged = {20}
-    step = batches.of_step(2)  # samples 16 to 23, two a micro-batch
+    step = batches.micro_batches(2)  # samples 16 to 23, two a micro-batch
     for number in range(2):
         assert_read(next(step), recorded.samples, config, 2, number)
     with pytest.raises(DataError, match="sample 20 is damaged"):
         next(step)
-    assert_read(next(batches.of_step(3)), recorded.samples, config, 3, 0)
+    assert_read(next(batches.micro_batches(3)), recorded.samples, config, 3, 0)
     recorded.damaged = set()
-    assert len(list(batches.of_step(2))) == 4, "a fault that is gone is not remembered"
+    assert len(list(batches.micro_batches(2))) == 4, "a fault that is gone is not remembered"

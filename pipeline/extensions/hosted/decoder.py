@@ -164,7 +164,7 @@ class HostedDecoder(CausalDecoder):
             reference = self._reference_states(hidden, batch.first_sequences(reference_sequences))
             hidden = replace(hidden, reference=reference)
         losses: Losses = self.output(hidden, targets.flatten(), kl_sequences * tokens.shape[1])
-        return losses.of_shape(targets.shape)
+        return losses.reshaped(targets.shape)
 
     def hidden_states(
         self,

@@ -282,9 +282,9 @@ def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None
     missing = {*added.low_rank, *added.gains} - layer.own
     if missing and not current.open_tokens.none:
         raise BaseModelError(
-            f"layer {added.index}: {min(missing)} has open weights and was not "
-            "called, as it was when the structure was found; another kernel of transformers reads "
-            "its weights: remove that kernel's package, or method.low_rank and own_gains"
+            f"layer {added.index}: {min(missing)} has open weights and was not called, as it was "
+            "when the structure was found; another kernel of transformers reads its weights: "
+            "remove that kernel's package, or method.low_rank and own_gains"
         )
 
 

@@ -32,7 +32,7 @@ def power_of_ten(value: float, digits: int) -> str:
     return f"{factor}\N{MIDDLE DOT}{power}"
 
 
-def of_figure(name: str) -> Callable[[float], str]:
+def figure_format(name: str) -> Callable[[float], str]:
     """The format of a figure's values: the same number of decimals throughout a column."""
     if name.endswith(("accuracy", "probability", "match", "ended")):
         return _share

@@ -127,8 +127,8 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def _chosen_logits(self, readers: Readers, kept: Kept) -> Tensor:
-        """The logits of the new tokens that are kept, each by the model that the gate chooses: [B,
-        K, V].
+        """The logits of the new tokens that are kept, each by the model that the gate chooses:
+        [B, K, V].
         """
         of_base, stream = readers.read_by_base(kept)
         is_text, opens = self._opens(stream, readers)
@@ -150,8 +150,8 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         return torch.where(opens, of_trained, of_base)
 
     def _opens(self, stream: Tensor, readers: Readers) -> tuple[Tensor, Tensor]:
-        """Which of the new tokens are no padding, and for which of them the gate opens: bool [B, S,
-        1] both.
+        """Which of the new tokens are no padding, and for which of them the gate opens:
+        bool [B, S, 1] both.
         """
         tokens, positions, mask = readers.inputs
         is_text, documents = texts_of(stream, mask, positions, readers.cache)

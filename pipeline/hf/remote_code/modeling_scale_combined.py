@@ -420,8 +420,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return z
 
     def _totals(self, margins: Tensor, state: CombinedState) -> Tensor:
-        """The sum of each gate's positive margins over the text up to each of the last tokens: [B,
-        RECENT + S, E].
+        """The sum of each gate's positive margins over the text up to each of the last tokens:
+        [B, RECENT + S, E].
 
         margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the
         whole.

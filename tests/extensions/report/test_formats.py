@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.extensions.report.formats import change, count, number, of_figure, percent
+from pipeline.extensions.report.formats import change, count, figure_format, number, percent
 
 
 def test_numbers_are_written_as_people_do():
@@ -31,7 +31,7 @@ def test_numbers_are_written_as_people_do():
         f"1.24{space}B",
     ]
     assert [number(n) for n in (1.5, 17.24, 12_300)] == ["1.50", "17.24", "12,300.00"]
-    assert [of_figure("perplexity")(n) for n in (6.5, 1234.5, math.inf)] == [
+    assert [figure_format("perplexity")(n) for n in (6.5, 1234.5, math.inf)] == [
         "6.50",
         "1,234.50",
         "∞",

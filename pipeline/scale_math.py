@@ -1,10 +1,11 @@
 """The formulas that training and exported models both compute.
 
 Training imports this file. A folder in the format `scale` carries a copy of it beside its
-`modeling_scale.py`, so that both compute the same. Therefore it needs torch alone, and
-imports nothing of this project. `hf/remote_code/scale_math.py` is a symbolic link to it: the code
-of an export imports it as `from .scale_math import ...`, in this package as well as in an exported
-folder. Building a wheel and writing an export both follow the link and store a copy.
+`modeling_scale.py`, so that both compute the same. Therefore it needs torch alone, has only
+functions and constants, and imports nothing of this project. `hf/remote_code/scale_math.py` is a
+symbolic link to it: the code of an export imports it as `from .scale_math import ...`, in this
+package as well as in an exported folder. Building a wheel and writing an export both follow the
+link and store a copy.
 
 Shapes: B batch, S sequence, N tokens, D hidden, U expansion, H heads, K head dim, V vocabulary.
 "SCALE" is "SCALE: Upscaled Continual Learning of Large Language Models",
@@ -12,9 +13,6 @@ https://aclanthology.org/2026.findings-acl.2037/.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,62 +34,6 @@ WINDOW = 2**WINDOW_DOUBLINGS
 
 
 # Linear maps and norms.
-
-
-class OpenTokens(NamedTuple):
-    """Which tokens read the differences that were added to the base: W12, low-rank differences,
-    gains, rows.
-
-    A closed token gets what the base computes, to the bit. All tokens are open in training, and
-    none on the base's path; with a gate each token is open or closed.
-
-    Attributes:
-        none: whether no token is open. Differences are then not computed at all.
-        closed: bool [B, S, 1], the closed tokens; None where all tokens are alike.
-    """
-
-    none: bool = False
-    closed: Tensor | None = None
-
-    def add(self, y: Tensor, difference: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """y + difference(*inputs), [..., D]; y alone for closed tokens."""
-        if self.none:
-            return y
-        return self.choose(y, y + difference(*inputs))
-
-    def choose(self, of_closed: Tensor, of_open: Tensor) -> Tensor:
-        """`of_open` for open tokens, `of_closed` for the others, both [..., D]."""
-        if self.none:
-            return of_closed
-        if self.closed is None:
-            return of_open
-        # Selected, not multiplied by 0 or 1: y + 0 · change would be NaN where change is infinite.
-        return torch.where(self.closed, of_closed, of_open)
-
-    def at(self, tokens: slice | Tensor) -> OpenTokens:
-        """The same of some positions of the batch."""
-        if self.closed is None:
-            return self
-        return self._replace(closed=self.closed[:, tokens])
-
-    def like(self, y: Tensor) -> OpenTokens:
-        """The same with a mask that goes with the rows of y: [B, S, ...] or [B · S, ...]."""
-        if self.closed is None:
-            return self
-        if y.dim() == 2:
-            return self._replace(closed=self.closed.reshape(-1, 1))
-        shape = (*self.closed.shape[:2], *[1] * (y.dim() - 2))
-        return self._replace(closed=self.closed.view(shape))
-
-    def to(self, device: torch.device) -> OpenTokens:
-        """The same with a mask on `device`."""
-        if self.closed is None:
-            return self
-        return self._replace(closed=self.closed.to(device))
-
-
-ALL_OPEN = OpenTokens()
-NONE_OPEN = OpenTokens(none=True)
 
 
 def sum_of_squares(x: Tensor, normed_size: int | None = None, rest_scale: float = 0.0) -> Tensor:
@@ -346,21 +288,3 @@ def gate_scores(features: Tensor, mean: Tensor, std: Tensor, weight: Tensor, bia
     shorten it.
     """
     return ((features - mean) / std * weight).sum(-1) + bias
-
-
-def choose_path(
-    open_tokens: OpenTokens,
-    preserved: tuple[Tensor, Tensor | None],
-    adapted: tuple[Tensor, Tensor | None],
-) -> tuple[Tensor, Tensor | None]:
-    """The streams of each token's path. x: [B, S, D], x_up: [B, S, U].
-
-    A closed token keeps the preserved x, and an x_up of zeros, which adds exactly nothing to its
-    logits. Where the base ran alone, x_up is None.
-    """
-    x = open_tokens.choose(preserved[0], adapted[0])
-    x_up = adapted[1]
-    if x_up is None or open_tokens.closed is None:
-        return x, x_up
-    # `masked_fill` and not a product with 0, which keeps NaN and infinity.
-    return x, x_up.masked_fill(open_tokens.closed, 0)

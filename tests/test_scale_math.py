@@ -1,11 +1,13 @@
-"""The file of formulas that training and exports share."""
+"""The files of formulas, and of open tokens, that training and exports share."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from pipeline import scale_math
+import pytest
+
+from pipeline import open_tokens, scale_math
 from pipeline.hf.remote_code import scale_math as exported_math
 
 
@@ -15,12 +17,15 @@ def test_the_code_of_exports_has_the_same_file():
     assert link.resolve() == Path(scale_math.__file__)
 
 
-def test_it_needs_torch_alone():
-    tree = ast.parse(Path(scale_math.__file__).read_text())
+@pytest.mark.parametrize(
+    ("module", "of_python"), [(scale_math, set()), (open_tokens, {"collections", "typing"})]
+)
+def test_it_needs_torch_alone(module, of_python):
+    tree = ast.parse(Path(module.__file__).read_text())
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {name.name.partition(".")[0] for name in node.names}
         if isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").partition(".")[0])
-    assert imported == {"__future__", "torch"}
+    assert imported == {"__future__", "torch", *of_python}

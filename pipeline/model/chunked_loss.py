@@ -26,6 +26,7 @@ from pipeline.model.loss_gradients import (
     empty_gradients,
 )
 from pipeline.model.own_weights import OwnColumns
+from pipeline.open_tokens import OpenTokens
 from pipeline.parallel import fused_cross_entropy
 from pipeline.parallel.cross_entropy import (
     IGNORED,
@@ -35,7 +36,6 @@ from pipeline.parallel.cross_entropy import (
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
 from pipeline.parallel.logit_columns import LogitColumns
-from pipeline.scale_math import OpenTokens
 
 
 class Losses(NamedTuple):

@@ -39,13 +39,13 @@ from pipeline.model.spec import (
     check_base_fits,
     check_experts_fit,
 )
+from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""

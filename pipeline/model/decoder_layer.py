@@ -21,6 +21,7 @@ from pipeline.model.own_weights import (
 )
 from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
@@ -33,7 +34,6 @@ from pipeline.scale.widened_linear import (
     WidenedRowLinear,
 )
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
-from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 
 class AddedColumnLinear(nn.Module):

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.model.paths import LayerPass, run_routed, run_widened
+from pipeline.open_tokens import NONE_OPEN, OpenTokens, choose_path
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import NONE_OPEN, OpenTokens, choose_path
 
 
 class TokenGate(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.scale_math import ALL_OPEN, OpenTokens
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 
 
 @dataclass(frozen=True)

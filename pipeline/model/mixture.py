@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.expert_rows import gather_tokens, rows_of_held_experts, sum_at_owners
 from pipeline.parallel.linear import ExpertLinear
@@ -22,7 +23,7 @@ from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradie
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
-from pipeline.scale_math import ALL_OPEN, OpenTokens, choose_experts, rows_by_expert
+from pipeline.scale_math import choose_experts, rows_by_expert
 
 Load = tuple[Tensor, Tensor]
 """The load of each expert in each sequence: the share of tokens that take it, and its mean score.

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.collectives import leave_region
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.linear import LowRankAdapter
@@ -28,7 +29,7 @@ from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import OwnWeights
 from pipeline.scale.widened_linear import Streams, WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
-from pipeline.scale_math import ALL_OPEN, OpenTokens, own_row_logits
+from pipeline.scale_math import own_row_logits
 
 # The names of own rows as checkpoints store them, each [rows, D].
 OWN_INPUT = "own_input.rows.weight"

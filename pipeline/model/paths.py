@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.model.spec import LayerKind
+from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens
 
 
 class TokenBatch(NamedTuple):

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import (
 )
 
 from pipeline.model.decoder_layer import Context, DecoderLayer
+from pipeline.open_tokens import OpenTokens
 from pipeline.parallel.sharding import full_shape_of, local_shape, partition_of
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import OpenTokens
 
 KeptResults = Literal["nothing", "attention", "products"]
 """What a layer keeps that is computed again: nothing; the results of its attention kernels; or also

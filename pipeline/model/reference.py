@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline.model.paths import LayerPass
+from pipeline.open_tokens import NONE_OPEN
 from pipeline.scale.widened_linear import Streams
-from pipeline.scale_math import NONE_OPEN
 
 
 def run_beside_base(

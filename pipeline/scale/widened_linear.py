@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.linear import (
     ColumnParallelLinear,
     ExpertLinear,
@@ -33,7 +34,6 @@ from pipeline.parallel.linear import (
     RowParallelLinear,
 )
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 Streams = tuple[Tensor, Tensor | None]
 """The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U].

@@ -23,7 +23,7 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods.scale import Scale
 from pipeline.model.from_hf import RESIDUAL_KEY, open_base
-from pipeline.scale_math import ALL_OPEN
+from pipeline.open_tokens import ALL_OPEN
 from tests.bases import reference
 from tests.conversion.checkpoints import (
     generate_greedily,

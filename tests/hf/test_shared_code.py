@@ -9,7 +9,11 @@ from tests.data.helpers import PROJECT
 
 @pytest.mark.parametrize(
     ("link", "original"),
-    [("scale_math.py", "scale_math.py"), ("scale_own_calls.py", "extensions/hosted/own_calls.py")],
+    [
+        ("scale_math.py", "scale_math.py"),
+        ("open_tokens.py", "open_tokens.py"),
+        ("scale_own_calls.py", "extensions/hosted/own_calls.py"),
+    ],
 )
 def test_exports_have_the_very_file_that_training_imports(link: str, original: str):
     folder = PROJECT / "pipeline"

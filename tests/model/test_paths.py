@@ -18,7 +18,7 @@ from pipeline.model.paths import (
 )
 from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
-from pipeline.scale_math import OpenTokens
+from pipeline.open_tokens import OpenTokens
 
 LAYERS = 4
 L_FP = 2

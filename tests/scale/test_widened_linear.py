@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pipeline.open_tokens import NONE_OPEN, OpenTokens
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.widened_linear import Part, WidenedColumnLinear, WidenedLinear, WidenedRowLinear
-from pipeline.scale_math import NONE_OPEN, OpenTokens
 
 SIZES = st.integers(1, 7)
 # In fp64 the two ways differ by the order of at most 14 terms.

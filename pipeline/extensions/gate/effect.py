@@ -24,7 +24,8 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
-from pipeline.scale_math import NEVER, OpenTokens
+from pipeline.open_tokens import OpenTokens
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()

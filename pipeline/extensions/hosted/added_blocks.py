@@ -24,10 +24,10 @@ from pipeline.extensions.hosted.structure import HostedBlock, HostedLayer
 from pipeline.model.decoder_layer import Context
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS
+from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, Module, Widths
-from pipeline.scale_math import ALL_OPEN, OpenTokens
 
 MODULE_OF_KIND: dict[str, Module] = {"mixer": "attention", "ffn": "ffn"}
 """The name of the block beside a base's block, by the kind of the latter."""

@@ -35,11 +35,11 @@ from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
 from pipeline.model.paths import OwnInput, TokenBatch
 from pipeline.model.rotary import RotaryEmbedding
+from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, added_widths
-from pipeline.scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 
 
 class HostedEmbedding(nn.Module):

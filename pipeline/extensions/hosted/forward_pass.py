@@ -27,8 +27,8 @@ from pipeline.extensions.hosted.own_weights import OwnGains
 from pipeline.extensions.hosted.structure import HIDDEN_STATES, HostedBlock, HostedStructure
 from pipeline.model.decoder_layer import Context
 from pipeline.model.paths import OwnInput
+from pipeline.open_tokens import OpenTokens
 from pipeline.parallel.linear import LowRankAdapter
-from pipeline.scale_math import OpenTokens
 
 
 class LayerRun:

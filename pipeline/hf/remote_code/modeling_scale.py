@@ -43,6 +43,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
+from .open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from .scale_gate import (
     GateCache,
     ScaleGate,
@@ -54,7 +55,6 @@ from .scale_gate import (
     texts_of,
 )
 from .scale_layer import ScaleExpertLinear, ScaleLayer
-from .scale_math import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import (
     ScaleEmbedding,

@@ -43,9 +43,10 @@ from transformers.utils import can_return_tuple
 from .configuration_scale import ScaleConfig
 from .configuration_scale_combined import CombinedConfig, chosen
 from .modeling_scale import PassInputs, ScaleForCausalLM, kept_tokens
+from .open_tokens import NONE_OPEN
 from .scale_combined_cache import BASE, CombinedState
 from .scale_gate import empty_like, texts_of
-from .scale_math import NEVER, NONE_OPEN, own_row_logits, separate_products, soft_capped
+from .scale_math import NEVER, own_row_logits, separate_products, soft_capped
 from .scale_streams import ScaleOutput, StreamPath
 
 EXPANSIONS = "expansions"

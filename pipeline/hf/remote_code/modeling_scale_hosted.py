@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
 
 from .configuration_scale_hosted import HostedScaleConfig
+from .open_tokens import ALL_OPEN, OpenTokens
 from .scale_gate import GateCache, ScaleGate, texts_of
 from .scale_hosted_blocks import (
     HostedAttention,
@@ -26,7 +27,7 @@ from .scale_hosted_blocks import (
 )
 from .scale_hosted_cache import AddedKeys, AddedText, given_back, given_cache, taken_from
 from .scale_hosted_own import low_rank_differences, own_gains
-from .scale_math import ALL_OPEN, OpenTokens, own_row_logits
+from .scale_math import own_row_logits
 from .scale_rotary import ScaleRotary
 from .scale_streams import ScaleOwnInput, own_row_table
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .configuration_scale_hosted import HostedScaleConfig
+from .open_tokens import OpenTokens
 from .scale_hosted_cache import AddedKeys
-from .scale_math import OpenTokens, rotate, with_gain
+from .scale_math import rotate, with_gain
 from .scale_rotary import ScaleRotary
 
 

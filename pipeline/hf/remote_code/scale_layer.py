@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # it caps scores
 
 from .configuration_scale import ScaleConfig
-from .scale_math import OpenTokens, choose_experts, rotate, rows_by_expert
+from .open_tokens import OpenTokens
+from .scale_math import choose_experts, rotate, rows_by_expert
 from .scale_rotary import RotaryAngles
 from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleLowRank, ScaleNorm, StreamPath
 

@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_scale import ScaleConfig
+from .open_tokens import ALL_OPEN, OpenTokens
 from .scale_math import (
-    ALL_OPEN,
     NEVER,
-    OpenTokens,
     keeps_preserved_path,
     layer_norm_by,
     own_row_logits,

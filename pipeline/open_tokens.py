@@ -46,24 +46,24 @@ class OpenTokens(NamedTuple):
 
     def at(self, tokens: slice | Tensor) -> OpenTokens:
         """The same of some positions of the batch."""
-        if self.closed is None:
-            return self
-        return self._replace(closed=self.closed[:, tokens])
+        return self.mapped(lambda closed: closed[:, tokens])
 
     def like(self, y: Tensor) -> OpenTokens:
         """The same with a mask that goes with the rows of y: [B, S, ...] or [B · S, ...]."""
-        if self.closed is None:
-            return self
         if y.dim() == 2:
-            return self._replace(closed=self.closed.reshape(-1, 1))
-        shape = (*self.closed.shape[:2], *[1] * (y.dim() - 2))
-        return self._replace(closed=self.closed.view(shape))
+            return self.mapped(lambda closed: closed.reshape(-1, 1))
+        ones = [1] * (y.dim() - 2)
+        return self.mapped(lambda closed: closed.view(*closed.shape[:2], *ones))
 
     def to(self, device: torch.device) -> OpenTokens:
         """The same with a mask on `device`."""
+        return self.mapped(lambda closed: closed.to(device))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> OpenTokens:
+        """The same with its mask changed, if there is one."""
         if self.closed is None:
             return self
-        return self._replace(closed=self.closed.to(device))
+        return self._replace(closed=change(self.closed))
 
 
 ALL_OPEN = OpenTokens()

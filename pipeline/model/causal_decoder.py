@@ -18,8 +18,10 @@ from pipeline.model.chunked_loss import Losses
 from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import OutputProjection
+from pipeline.model.paths import TokenBatch
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.open_tokens import OpenTokens
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 
@@ -156,10 +158,10 @@ class CausalDecoder(nn.Module, ABC):
         hidden = self.hidden_states(tokens, positions, documents, path=path)
         return self.output.logits(hidden).view(*tokens.shape, -1)
 
-    def gate_closes(
-        self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
-    ) -> Tensor:
-        """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
-        tokens are open, and ids that old text never has."""
-        is_open = gate.is_open(x, document_ids) | gate.opens_id(tokens)
-        return ~is_open & (tokens < self.output.base_columns)
+    def gate_opens(self, gate: TokenGate, x: Tensor, batch: TokenBatch) -> OpenTokens:
+        """The tokens that the gate opens, by the base stream x: [B, S, D]. New tokens are open, and
+        ids that old text never has."""
+        document_ids = None if batch.documents is None else batch.documents.ids
+        is_open = gate.is_open(x, document_ids) | gate.opens_id(batch.tokens)
+        closed = ~is_open & (batch.tokens < self.output.base_columns)
+        return OpenTokens(closed=closed.unsqueeze(-1))

@@ -339,13 +339,9 @@ class Decoder(CausalDecoder):
         plan = self.plan
         if plan is None or self.tp.size > 1:
             raise ValueError("a gate needs a base that something was added to, whole on one rank")
-        document_ids: Tensor | None = None
-        if batch.documents is not None:
-            document_ids = batch.documents.ids
 
         def decide(x: Tensor) -> OpenTokens:
-            closed = self.gate_closes(gate, x, batch.tokens, document_ids)
-            return OpenTokens(closed=closed.unsqueeze(-1))
+            return self.gate_opens(gate, x, batch)
 
         if plan.routed:
             adapted, preserved, open_tokens = run_routed_with_gate(

@@ -50,6 +50,6 @@ class HiddenStates:
             states = getattr(self, field.name)
             if isinstance(states, Tensor):
                 changed[field.name] = change(states)
-            elif isinstance(states, OpenTokens) and states.closed is not None:
-                changed[field.name] = states._replace(closed=change(states.closed))
+            elif isinstance(states, OpenTokens):
+                changed[field.name] = states.mapped(change)
         return replace(self, **changed)

@@ -24,7 +24,7 @@ from pipeline.extensions.hosted.structure import HostedBlock, HostedLayer
 from pipeline.model.decoder_layer import Context
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS
-from pipeline.open_tokens import ALL_OPEN, OpenTokens
+from pipeline.open_tokens import OpenTokens
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, Module, Widths
@@ -60,12 +60,7 @@ class AddedAttention(nn.Module):
         self.output = AddedRowLinear(heads, streams, collaborative=collaborative, tp=SINGLE)
 
     def forward(
-        self,
-        x: Tensor,
-        x_up: Tensor,
-        y: Tensor,
-        context: Context,
-        open_tokens: OpenTokens = ALL_OPEN,
+        self, x: Tensor, x_up: Tensor, y: Tensor, context: Context, open_tokens: OpenTokens
     ) -> tuple[Tensor, Tensor]:
         x_up = self.stream_norm(x_up)
         query = self.query(x, x_up).unflatten(-1, (-1, self.head_dim))
@@ -97,12 +92,7 @@ class AddedFeedForward(nn.Module):
         self.down = AddedRowLinear(inner, streams, collaborative=collaborative, tp=SINGLE)
 
     def forward(
-        self,
-        x: Tensor,
-        x_up: Tensor,
-        y: Tensor,
-        context: Context,
-        open_tokens: OpenTokens = ALL_OPEN,
+        self, x: Tensor, x_up: Tensor, y: Tensor, context: Context, open_tokens: OpenTokens
     ) -> tuple[Tensor, Tensor]:
         x_up = self.stream_norm(x_up)
         inner = self.activation(self.gate(x, x_up)) * self.up(x, x_up)

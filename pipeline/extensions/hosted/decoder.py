@@ -261,17 +261,17 @@ class HostedDecoder(CausalDecoder):
         """The last hidden states where closed tokens have neither W12 nor added logits."""
         if gate.layer > self.plan.last_exact_layer:
             raise ValueError("a gate needs the exact base stream of a widened model")
-        document_ids = None if batch.documents is None else batch.documents.ids
         forward_pass = self._new_forward_pass(batch, ALL_OPEN)
+        found: list[OpenTokens] = []
 
         def decide(x: Tensor) -> None:
             # Below the gate's layer nothing is added to x: the decision counts from here on.
-            closed = self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)
-            forward_pass.open_tokens = OpenTokens(closed=closed)
+            forward_pass.open_tokens = self.gate_opens(gate, x, batch)
+            found.append(forward_pass.open_tokens)
 
         with self._stream_shown_to(decide, gate.layer):
             x = self._run(batch, forward_pass)
-        open_tokens = forward_pass.open_tokens
+        (open_tokens,) = found  # the gate's layer runs once
         last = (x, self._last_x_up(forward_pass))
         # Both paths are this one forward, in which x is the base's own where the gate is closed.
         # What is left to choose is x_up: zeros for closed tokens.

@@ -26,6 +26,7 @@ from pipeline.extensions.gate.fit_run import fit_gate
 from pipeline.extensions.tasks.benchmarks import benchmark_model
 from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base
+from pipeline.model.paths import TokenBatch
 from pipeline.scale_math import NEVER
 from tests.bases import STORIES, reference
 from tests.conversion.checkpoints import generate_greedily
@@ -50,7 +51,7 @@ def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, tmp_p
     ungated, alone = model.logits(tokens), model.logits(tokens, path="base")
     gate = random_gate(model, tokens)
     stream = model.base_stream(tokens, layer=gate.layer)
-    closed = model.gate_closes(gate, stream, tokens, None)
+    closed = model.gate_opens(gate, stream, TokenBatch(tokens, None, None)).closed.squeeze(-1)
     assert not closed[tokens >= OLD].any() and not gate.is_open(stream)[tokens >= OLD].all()
     model.gate = gate
     logits, nll = model.logits(tokens), model(tokens, targets).nll

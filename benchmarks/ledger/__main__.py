@@ -5,11 +5,11 @@
     python -m benchmarks.ledger --loss operations fused                  before and after a change
 
 The step is that of `benchmarks.gpu_step`: forward pass, loss, backward pass and fused AdamW with
-fp32 masters, whole rows (of `1b-packed` packed documents) in bf16, without activation checkpointing, on one GPU. It runs on torch's
-meta device, where tensors have shapes and no values. Every operation adds the bytes that it reads
-and writes, its FLOPs, and a kernel. Its time is the longest of three: its bytes at --terabytes a
-second, its FLOPs at --tflops, and --microseconds for its start. An operation of the backward pass
-counts for the module of its forward pass.
+fp32 masters, whole rows (of `1b-packed` packed documents) in bf16, without activation
+checkpointing, on one GPU. It runs on torch's meta device, where tensors have shapes and no values.
+Every operation adds the bytes that it reads and writes, its FLOPs, and a kernel. Its time is the
+longest of three: its bytes at --terabytes a second, its FLOPs at --tflops, and --microseconds for
+its start. An operation of the backward pass counts for the module of its forward pass.
 
 With --compile, everything in a layer between two products counts as one kernel, which reads what it
 takes once and writes what is read later. The compiled loss counts as two such kernels a chunk.

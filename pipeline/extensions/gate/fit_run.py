@@ -90,8 +90,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     if settings.open_ids is not None:
         open_ids = _open_ids(config, settings.open_ids, model, fit)
     gate = replace(fit.gate, open_ids=open_ids.ids)
-    new = score_new_text(models, stream, gate, _new_text(config, heldout, fit), config)
-    new = new._replace(start_score=fit.start_score(tokenizer.before_document[-1]))
+    start_score = fit.start_score(tokenizer.before_document[-1])
+    new = score_new_text(models, stream, gate, _new_text(config, heldout, fit), config, start_score)
     thresholds = choose_threshold(models, gate, fit, new, settings, config)
     gate = thresholds.gate
 

@@ -59,7 +59,7 @@ class NewText(NamedTuple):
     windows: Mapping[str, Windows]
     nll: Mapping[str, Tensor]
     closing: Closing
-    start_score: float = -math.inf
+    start_score: float
 
     def threshold(self, max_cost: float, settings: GateSettings) -> float:
         """The threshold at which closing tokens costs `max_cost`, by their own losses alone."""
@@ -74,6 +74,7 @@ def score_new_text(
     gate: FittedGate,
     windows: Mapping[str, Windows],
     config: RunConfig,
+    start_score: float,
 ) -> NewText:
     """New text by the base, by the trained model, and by the gate.
 
@@ -102,7 +103,7 @@ def score_new_text(
             f"gate: the held-out new text predicts nothing behind the first {FIRST_TOKENS} tokens "
             "of its documents; give longer texts, or set gate.threshold_rule: max_open_fraction"
         )
-    return NewText(windows, nll, closing)
+    return NewText(windows, nll, closing, start_score)
 
 
 class Thresholds(NamedTuple):
@@ -174,7 +175,10 @@ def _lowered(
     is raised again, half of the way in what the tokens alone cost.
     """
     cheap: _ByCost | None = None
-    too_high = math.inf
+    # What the tokens alone cost at the highest threshold that is cheap, and at the lowest that is
+    # not.
+    low = 0.0
+    high = math.inf
     for _ in range(_ATTEMPTS):
         gated = replace(gate, threshold=threshold)
         texts, difference = measure(*models, gated, new.windows, config, new.nll)
@@ -182,16 +186,12 @@ def _lowered(
         cost = cost_of_later_tokens(texts)
         budget = max(0.0, new.closing.cost(threshold))
         if cost <= settings.max_cost:
-            cheap = tried
-            if math.isinf(too_high):
-                break
-            budget = (budget + too_high) / 2
+            cheap, low = tried, budget
         else:
-            too_high = budget
-            if cheap is None:
-                budget *= settings.max_cost / cost
-            else:
-                budget = (max(0.0, new.closing.cost(cheap.threshold)) + budget) / 2
+            high = budget
+        if math.isinf(high):
+            break
+        budget = (low + high) / 2 if cheap else high * settings.max_cost / cost
         threshold = new.threshold(budget, settings)
         if threshold == tried.threshold or (cheap and threshold == cheap.threshold):
             break

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.training import deepspeed_internals
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, metrics, train
+from tests.training.runs import in_turn, losses, make_run, metrics, train
 
 
 def _train(config: Path, *, copied: bool) -> bool:
@@ -70,3 +70,18 @@ def test_a_run_has_the_same_bits(tokens: Path, tmp_path: Path, zero, tp_size, ex
 def test_ranks_that_share_the_data_reduce_their_gradients(tokens: Path, tmp_path: Path):
     config = make_run(tmp_path, tokens, zero=1, method={"name": "fft"}, schedule__steps=1)
     assert run_ranks(partial(_train, copied=False), 2, config) == [False, False]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bf16_trains_on_one_rank(tokens: Path, tmp_path: Path, zero):
+    """The shipped configurations, whose optimizers differ: none has a gradient left in place."""
+    config = make_run(
+        tmp_path,
+        tokens,
+        deepspeed=f"ds_configs/zero{zero}.json",
+        method={"name": "fft"},
+        schedule__steps=2,
+    )
+    assert run_ranks(partial(_train, copied=False), 1, config) == [False]
+    first, last = losses(tmp_path)
+    assert last != first

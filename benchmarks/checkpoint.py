@@ -224,7 +224,7 @@ def trained_engine(config: RunConfig) -> Engine:
     positions = torch.arange(SEQUENCE).unsqueeze(0)
     documents = Documents.of(torch.zeros_like(tokens))
     engine.backward(engine.loss(MicroBatch(tokens, tokens, positions, documents))[0])
-    engine.step(1e-3)
+    engine.end_micro_batch(1e-3)
     return engine
 
 

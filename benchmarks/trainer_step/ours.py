@@ -107,7 +107,7 @@ def stepper(work: Work) -> Callable[[], Step]:
         sums = StepSums(device)
         losses = engine.loss(batch)
         engine.backward(losses.total)
-        engine.step(LEARNING_RATE)
+        engine.end_micro_batch(LEARNING_RATE)
         sums.add(losses, batch)
         totals = sums.over_all_ranks(engine, stop=False)
         took = watch.elapsed()

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from types import MappingProxyType
 
 from torch import nn
 
@@ -80,7 +79,7 @@ class GroupRow:
     optimizer: str
 
 
-def kind_of(name: str) -> str:
+def block_kind(name: str) -> str:
     """The kind of block, one of `KINDS`, of the parameter `name`."""
     parts = name.split(".")
     if "new_rows" in parts:
@@ -122,7 +121,7 @@ def matching(key: str, names: Collection[str], *, setting: str) -> list[str]:
     """
     matched = [name for name in names if matches(key, name)]
     if not matched:
-        trained_kinds = sorted({kind_of(name) for name in names})
+        trained_kinds = sorted({block_kind(name) for name in names})
         raise ConfigError(
             f"{setting}: {key!r} matches no parameter that trains"
             f"{did_you_mean(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
@@ -134,7 +133,7 @@ def matching(key: str, names: Collection[str], *, setting: str) -> list[str]:
 def matches(key: str, name: str) -> bool:
     """Whether `key`, a kind of block or a pattern of names, matches the parameter `name`."""
     if key in KINDS:
-        return kind_of(name) == key
+        return block_kind(name) == key
     # Not `fnmatch`, whose case depends on the operating system.
     return fnmatchcase(name, key)
 
@@ -157,52 +156,6 @@ def stages_of(name: str, trains: Sequence[Sequence[str]]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def parameter_groups(
-    trained: Mapping[str, nn.Parameter],
-    schedule: Schedule,
-    *,
-    optimizers: Mapping[str, str] = MappingProxyType({}),
-    frozen_in_stage: Iterable[str] = (),
-    trained_before: Sequence[Sequence[str]] = (),
-) -> list[ParameterGroup]:
-    """The groups of the trained parameters, those of AdamW last; within a group the model's order.
-
-    Vectors (gains, biases) do not decay, whatever `weight_decay_factors` say. Shapes are the full
-    ones, because ZeRO-3's partitions are flat. AdamW counts the steps of a group as one, for the
-    correction of its moments' bias: parameters that have trained for other numbers of steps are in
-    groups of their own.
-
-    Args:
-        trained: the parameters that train, by name.
-        schedule: the factors of their rates and decays.
-        optimizers: by parameter, the name of the optimizer that updates it, if not AdamW.
-        frozen_in_stage: the names of those that the method trains, and this stage does not. A
-            factor may name them too.
-        trained_before: the setting `trains` of each earlier stage.
-
-    Raises:
-        ConfigError: a key of `learning_rate_factors` or `weight_decay_factors` matches nothing.
-    """
-    names = [*trained, *frozen_in_stage]
-    rates = factors_by_name(names, schedule.learning_rate_factors, setting="learning_rate_factors")
-    decays = factors_by_name(names, schedule.weight_decay_factors, setting="weight_decay_factors")
-    members: dict[tuple[str, float, float, tuple[int, ...]], list[str]] = {}
-    for name, parameter in trained.items():
-        # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
-        is_vector = len(full_shape_of(parameter)) <= 1
-        decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
-        before = stages_of(name, trained_before)
-        optimizer = optimizers.get(name, ADAMW.name)
-        members.setdefault((optimizer, rates[name], decay, before), []).append(name)
-    groups = [
-        ParameterGroup(tuple(names), rate, decay, optimizer)
-        for (optimizer, rate, decay, _), names in members.items()
-    ]
-    # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
-    # follows from names alone. `sorted` is stable.
-    return sorted(groups, key=lambda group: group.optimizer == ADAMW.name)
-
-
 def trained_groups(
     model: nn.Module,
     schedule: Schedule,
@@ -210,27 +163,44 @@ def trained_groups(
     frozen_in_stage: Iterable[str] = (),
     trained_before: Sequence[Sequence[str]] = (),
 ) -> list[ParameterGroup]:
-    """The groups of the parameters of `model` that train: those that the run's optimizer updates,
-    and those that it leaves to AdamW.
+    """The groups of the parameters that train, those of AdamW last; within a group the model's
+    order.
 
-    For `frozen_in_stage` and `trained_before` see `parameter_groups`.
+    Vectors (gains, biases) do not decay, whatever `weight_decay_factors` say. Shapes are the full
+    ones, because ZeRO-3's partitions are flat. AdamW counts the steps of a group as one, for the
+    correction of its moments' bias: parameters that have trained for other numbers of steps are in
+    groups of their own.
+
+    Args:
+        model: whose parameters train.
+        schedule: the optimizer, and the factors of rates and decays.
+        frozen_in_stage: the names of those that the method trains, and this stage does not. A
+            factor may name them too.
+        trained_before: the setting `trains` of each earlier stage.
 
     Raises:
-        ConfigError: a factor of the schedule is for parameters that are not there.
+        ConfigError: a key of `learning_rate_factors` or `weight_decay_factors` matches nothing.
     """
     trained = dict(named_trained_parameters(model))
-    optimizer = optimizer_named(schedule.optimizer)
-    optimizers: dict[str, str] = {}
+    chosen = optimizer_named(schedule.optimizer)
+    names = [*trained, *frozen_in_stage]
+    rates = factors_by_name(names, schedule.learning_rate_factors, setting="learning_rate_factors")
+    decays = factors_by_name(names, schedule.weight_decay_factors, setting="weight_decay_factors")
+    members: dict[tuple[str, float, float, tuple[int, ...]], list[str]] = {}
     for name, parameter in trained.items():
-        if optimizer.updates(name, parameter):
-            optimizers[name] = optimizer.name
-    return parameter_groups(
-        trained,
-        schedule,
-        optimizers=optimizers,
-        frozen_in_stage=frozen_in_stage,
-        trained_before=trained_before,
-    )
+        optimizer = chosen if chosen.updates(name, parameter) else ADAMW
+        # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
+        is_vector = len(full_shape_of(parameter)) <= 1
+        decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
+        before = stages_of(name, trained_before)
+        members.setdefault((optimizer.name, rates[name], decay, before), []).append(name)
+    groups = [
+        ParameterGroup(tuple(names), rate, decay, optimizer)
+        for (optimizer, rate, decay, _), names in members.items()
+    ]
+    # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
+    # follows from names alone. `sorted` is stable.
+    return sorted(groups, key=lambda group: group.optimizer == ADAMW.name)
 
 
 def group_rows(
@@ -269,7 +239,7 @@ def group_rows(
 
 def _deciding_key(name: str, keys: Sequence[str]) -> str:
     """The last of the keys that matches the parameter, or its kind."""
-    deciding = kind_of(name)
+    deciding = block_kind(name)
     for key in keys:
         if matches(key, name):
             deciding = key

@@ -11,9 +11,8 @@ tokens, with G [n, V] the gradient with respect to the logits z = W_out x + W_ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +34,9 @@ from pipeline.parallel.cross_entropy import (
     nll_and_logit_gradient_,
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
-from pipeline.parallel.logit_columns import LogitColumns
+
+if TYPE_CHECKING:
+    from pipeline.model.output import OutputProjection
 
 
 class Losses(NamedTuple):
@@ -72,62 +73,43 @@ class Losses(NamedTuple):
         )
 
 
-class Projection(Protocol):
-    """What the loss needs of the output projection: `pipeline.model.output.OutputProjection`."""
-
-    vocabulary: LogitColumns
-    kl_coefficient: float
-    softcap: float | None
-    logit_factor: float
-
-    @property
-    def compiles_loss(self) -> bool:
-        """Whether the loss of training is compiled."""
-
-    def own_columns(self) -> OwnColumns:
-        """The own rows of this rank's columns of the base's vocabulary, if there are any."""
-
-    def open_weight(self) -> Tensor | None:
-        """The matrix [columns, D] of tokens that are all open; None without own rows."""
-
-    def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """Runs of tokens of which none holds tokens on both sides of `kl_tokens`."""
-
-    def project(
-        self, hidden: HiddenStates, open_weight: Tensor | None = None, *, summed: bool = True
-    ) -> Projected:
-        """The logits of some tokens; with `open_weight` of tokens that are all open; not `summed`
-        perhaps as two products."""
-
-    def slopes(self, logits: Tensor) -> Tensor | None:
-        """The derivatives of soft-capped logits with respect to what was capped; None without
-        capping."""
-
-    def reference_logits(self, x: Tensor) -> Tensor:
-        """The base's own logits for its hidden states x: [n, D]."""
-
-
 @dataclass(frozen=True)
 class LossSettings:
     """What else the loss depends on; nothing of it gets a gradient.
 
     Attributes:
-        projection: computes the logits.
+        projection: computes the logits; `pipeline.model.output` imports this module.
         targets: [N], IGNORED where nothing is predicted.
         reference: [K, D], the base's hidden states for the first K tokens, whose loss is KL(base ||
             model).
         open_tokens: the field of `HiddenStates`.
     """
 
-    projection: Projection
+    projection: OutputProjection
     targets: Tensor
     reference: Tensor | None
     open_tokens: OpenTokens
 
 
-def chunked_loss(settings: LossSettings, inputs: LossInputs) -> Losses:
-    """The losses of N targets. A collective over the tensor-parallel group: all its ranks call it
-    together."""
+def chunked_loss(
+    projection: OutputProjection, hidden: HiddenStates, targets: Tensor, kl_tokens: int
+) -> Losses:
+    """The losses of N targets, of which the first `kl_tokens` train by KL.
+
+    A collective over the tensor-parallel group: all its ranks call it together.
+    """
+    reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
+    settings = LossSettings(projection, targets, reference, hidden.open_tokens)
+    inputs = LossInputs(
+        x=hidden.x,
+        x_up=hidden.x_up,
+        preserved_x=hidden.preserved_x,
+        preserved_x_up=hidden.preserved_x_up,
+        base=projection.base,
+        expansion=projection.expansion,
+        new_rows=projection.new_rows,
+        own_rows=projection.own_rows_of_all_ranks(),
+    )
     tensors = inputs.in_order()
     if not torch.is_grad_enabled():
         # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be
@@ -161,16 +143,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossInputs) -> Losses:
     """The losses, chunk by chunk; adds each chunk's part to `gradients`."""
-    assert inputs.x is not None and inputs.base is not None, "every model has a base stream"
+    assert inputs.base is not None, "every model has W_out"
     projection = settings.projection
     targets = settings.targets
-    hidden = HiddenStates(
-        x=inputs.x,
-        x_up=inputs.x_up,
-        preserved_x=inputs.preserved_x,
-        preserved_x_up=inputs.preserved_x_up,
-        open_tokens=settings.open_tokens,
-    )
+    hidden = inputs.hidden_states(settings.open_tokens)
     kl_tokens = 0 if settings.reference is None else len(settings.reference)
     trains = any(gradient is not None for gradient in gradients.in_order())
     columns = projection.vocabulary.range

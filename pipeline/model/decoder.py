@@ -283,7 +283,7 @@ class Decoder(CausalDecoder):
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
         recomputed = partial(self._run_recomputed, kept=self.kept_results)
-        return LayerPass(layers, contexts, self.is_checkpointed, recomputed)
+        return LayerPass(layers, contexts, self.is_recomputed, recomputed)
 
     def _attention_kernel(
         self, window: int | None, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -305,10 +305,10 @@ class Decoder(CausalDecoder):
 
     def recomputed_layers(self) -> Iterator[nn.Module]:
         for layer in self.layers:
-            if self.is_checkpointed(layer):
+            if self.is_recomputed(layer):
                 yield layer
 
-    def is_checkpointed(self, layer: nn.Module) -> bool:
+    def is_recomputed(self, layer: nn.Module) -> bool:
         """Whether the backward pass recomputes `layer`, one of `layers`."""
         if self.activation_checkpointing == "collaborative":
             return bool(layer.collaborative)

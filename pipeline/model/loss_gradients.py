@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.own_weights import OwnColumns, add_gradient_of_own_rows_
+from pipeline.open_tokens import OpenTokens
 from pipeline.scale.router import gradients_of_paths
 
 SUMS_16_BITS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -56,6 +58,17 @@ class LossInputs:
     expansion: Tensor | None
     new_rows: Tensor | None
     own_rows: Tensor | None = None
+
+    def hidden_states(self, open_tokens: OpenTokens) -> HiddenStates:
+        """The hidden states among them."""
+        assert self.x is not None, "every model has a base stream"
+        return HiddenStates(
+            x=self.x,
+            x_up=self.x_up,
+            preserved_x=self.preserved_x,
+            preserved_x_up=self.preserved_x_up,
+            open_tokens=open_tokens,
+        )
 
     def in_order(self) -> list[Tensor | None]:
         """The tensors in the order of the fields, in which autograd takes and returns them."""

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from pipeline.model.chunked_loss import Losses, LossSettings, chunked_loss
+from pipeline.model.chunked_loss import Losses, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.loss_gradients import LossInputs, Projected
+from pipeline.model.loss_gradients import Projected
 from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
 from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.logit_columns import LogitColumns
@@ -127,28 +127,17 @@ class OutputProjection(nn.Module):
 
         The first `kl_tokens` train by KL; `hidden.reference` has at least as many rows.
         """
-        reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
-        settings = LossSettings(
-            projection=self,
-            targets=targets,
-            reference=reference,
-            open_tokens=hidden.open_tokens,
-        )
-        inputs = LossInputs(
-            x=hidden.x,
-            x_up=hidden.x_up,
-            preserved_x=hidden.preserved_x,
-            preserved_x_up=hidden.preserved_x_up,
-            base=self.base,
-            expansion=self.expansion,
-            new_rows=self.new_rows,
-            own_rows=self._own_rows_of_all_ranks(),
-        )
-        return chunked_loss(settings, inputs)
+        return chunked_loss(self, hidden, targets, kl_tokens)
 
     def logits(self, hidden: HiddenStates) -> Tensor:
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         return self.project(hidden).logits
+
+    def own_rows_of_all_ranks(self) -> Tensor | None:
+        """The own rows, whose gradient is the sum of those of all ranks' columns."""
+        if self.own_rows is None:
+            return None
+        return sum_gradient_over_replicas(self.own_rows, self.tp)
 
     def open_weight(self) -> Tensor | None:
         """W_out with the own rows added: [V / tp_size, D]; None without own rows.
@@ -247,12 +236,6 @@ class OutputProjection(nn.Module):
             return z
         z[:, self.columns :] = NEVER
         return F.pad(z, (0, self.vocabulary.new_width), value=NEVER)
-
-    def _own_rows_of_all_ranks(self) -> Tensor | None:
-        """The own rows, whose gradient is the sum of those of all ranks' columns."""
-        if self.own_rows is None:
-            return None
-        return sum_gradient_over_replicas(self.own_rows, self.tp)
 
     def _with_own_rows_(self, z: Tensor, x: Tensor, closed: Tensor | None) -> Tensor:
         """z: [n, V / tp_size] in fp32, overwritten; the logits of `closed` tokens [n, 1] stay."""

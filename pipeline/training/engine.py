@@ -35,7 +35,7 @@ from pipeline.training.frozen_in_stage import (
     initially_frozen,
     restored_frozen,
 )
-from pipeline.training.optimizer import make_optimizer
+from pipeline.training.grouped_optimizer import make_optimizer
 
 
 def build_on_device(
@@ -172,6 +172,7 @@ class Engine:
         deepspeed_internals.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
+        # DeepSpeed calls the model: `Decoder.forward` has the fields of a batch in their order.
         return Losses(*self._engine(*batch))
 
     def backward(self, loss_sum: Tensor) -> None:
@@ -188,7 +189,7 @@ class Engine:
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
-    def step(self, learning_rate: float) -> None:
+    def end_micro_batch(self, learning_rate: float) -> None:
         """Ends a micro-batch; after the last one of a step it updates the weights.
 
         It does not if the gradient is not finite.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,19 @@ class StepTotals(NamedTuple):
         return figures
 
 
+class _Sum(IntEnum):
+    """The places of the sums in their message."""
+
+    NLL = 0
+    NLL_TOKENS = 1
+    KL = 2
+    KL_TOKENS = 3
+    PRESERVED = 4
+    STOPS = 5
+    GRADIENT_NORM = 6
+    APPLIED = 7
+
+
 class StepSums:
     """Adds up a step's micro-batches on the device.
 
@@ -58,37 +72,32 @@ class StepSums:
 
     def __init__(self, device: torch.device) -> None:
         # In fp64: the counts are exact, and a sum of millions of losses loses no digits.
-        self._sums = torch.zeros(8, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(_Sum), dtype=torch.float64, device=device)
 
     def add(self, losses: Losses, batch: MicroBatch) -> None:
         """Adds a micro-batch. Its first `kl_sequences` sequences train by KL, the others do not."""
         is_predicted = batch.targets != IGNORED
-        self._sums[0] += losses.nll.sum()
-        self._sums[1] += is_predicted[batch.kl_sequences :].sum()
-        self._sums[2] += losses.kl.sum()
-        self._sums[3] += is_predicted[: batch.kl_sequences].sum()
-        self._sums[4] += (losses.preserved & is_predicted).sum()
+        self._sums[_Sum.NLL] += losses.nll.sum()
+        self._sums[_Sum.NLL_TOKENS] += is_predicted[batch.kl_sequences :].sum()
+        self._sums[_Sum.KL] += losses.kl.sum()
+        self._sums[_Sum.KL_TOKENS] += is_predicted[: batch.kl_sequences].sum()
+        self._sums[_Sum.PRESERVED] += (losses.preserved & is_predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
         """The step's totals; every rank must call it, and all get the same result."""
         if engine.tensor_parallel.rank != 0:
             # Tensor-parallel neighbours read the same tokens: each token counts once.
             self._sums.zero_()
-        self._sums[5] = float(stop)
+        self._sums[_Sum.STOPS] = float(stop)
         if dist.get_rank() == 0:
-            self._sums[6] = engine.gradient_norm
-            self._sums[7] = engine.step_applied
+            self._sums[_Sum.GRADIENT_NORM] = engine.gradient_norm
+            self._sums[_Sum.APPLIED] = engine.step_applied
         # Of all ranks of the world, once a step. The norm and the flag are non-zero on rank 0 only,
         # so their sum is rank 0's value: a broadcast in the same message.
         sums = summed(self._sums).tolist()
         nll, nll_tokens, kl, kl_tokens, preserved, stops, gradient_norm, applied = sums
-
-        nll_per_token = None
-        if nll_tokens > 0:
-            nll_per_token = nll / nll_tokens
-        kl_per_token = None
-        if kl_tokens > 0:
-            kl_per_token = kl / kl_tokens
+        nll_per_token = nll / nll_tokens if nll_tokens > 0 else None
+        kl_per_token = kl / kl_tokens if kl_tokens > 0 else None
         preserved_fraction = None
         if engine.routed:
             preserved_fraction = preserved / max(1.0, nll_tokens + kl_tokens)

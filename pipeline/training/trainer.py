@@ -41,7 +41,7 @@ from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.step_totals import StepSums, StepTotals
 from pipeline.training.validation import HeldoutScore, Validator, check_preservation
 
-ATTEMPTS = 2
+TRIES = 2
 """How often a step is computed at most.
 
 A transient hardware fault is gone the second time, a fault in the data is not.
@@ -247,45 +247,51 @@ class Trainer:
         event = StepEvent(number, self.stage.tokens_per_step, seconds=None, figures={})
         if self.stage.name:
             event.figures["stage"] = self.stage.number + 1
-        self.position = before.changed(step=number, tokens_seen=tokens_after(self.stages, number))
+        after = before.changed(step=number, tokens_seen=tokens_after(self.stages, number))
         if number in before.skipped_steps:
+            self.position = after
             self._record_skipped(event)
             return event, False
 
-        stage = self.stage
-        rate = learning_rate(before.step - stage.first_step, stage.config.schedule)
-        if before.cool_down is not None:
-            rate = cooled_rate(rate, before, self.config)
-        rate *= before.learning_rate_factor
+        rate = self._learning_rate(before)
         started = time.perf_counter()
         stop_requested = False
-        for attempt in range(ATTEMPTS):
+        for tried in range(TRIES):
             totals = self._compute(before.step, rate, stop=signals.received is not None)
             stop_requested = totals.stop
             seconds = time.perf_counter() - started
-            # Both attempts count: this is the time that the run has used.
-            self.position = self.position.changed(seconds=before.seconds + seconds)
+            # Every try counts: this is the time that the run has used.
+            after = after.changed(seconds=before.seconds + seconds)
             if totals.applied:
                 event.seconds = seconds
-                self._record(event, totals, rate, recomputed=attempt > 0)
+                self.position = after
+                self._record(event, totals, rate, recomputed=tried > 0)
                 return event, stop_requested
             warn_on_rank0(
                 _logger,
                 "step %d: its loss or gradient is not finite; no weight was changed",
                 number,
             )
-        self.position = self.position.skipping(number)
+        self.position = after.skipping(number)
         self._record_skipped(event)
         return event, stop_requested
 
-    def _compute(self, index: int, rate: float, *, stop: bool) -> StepTotals:
-        """Computes the step after `index` steps once.
+    def _learning_rate(self, position: Position) -> float:
+        """The rate of the step after `position`, before the factors of groups."""
+        stage = self.stage
+        rate = learning_rate(position.step - stage.first_step, stage.config.schedule)
+        if position.cool_down is not None:
+            rate = cooled_rate(rate, position, self.config)
+        return rate * position.learning_rate_factor
+
+    def _compute(self, steps_before: int, rate: float, *, stop: bool) -> StepTotals:
+        """Computes the step after `steps_before` steps once.
 
         It changes the weights if the gradient is finite.
         """
         sums = StepSums(self.device)
-        self.engine.model.equals_base = index == 0 and self.inputs.starts_at_base
-        batches = self.batches.micro_batches(index - self.stage.first_step)
+        self.engine.model.equals_base = steps_before == 0 and self.inputs.starts_at_base
+        batches = self.batches.micro_batches(steps_before - self.stage.first_step)
         # To wait for the next micro-batch is a phase of its own.
         while True:
             with self.phases("data"):
@@ -297,7 +303,7 @@ class Trainer:
             with self.phases("backward"):
                 self.engine.backward(losses.total)
             with self.phases("step"):
-                self.engine.step(rate)
+                self.engine.end_micro_batch(rate)
             sums.add(losses, batch)
         with self.phases("communication"):
             return sums.over_all_ranks(self.engine, stop=stop)

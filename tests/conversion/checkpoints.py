@@ -105,7 +105,7 @@ def save(
     for step in range(steps):
         tokens, targets = some_batch(base.spec, 1, SEQUENCE, seed=10 * step + layout.dp_rank(rank))
         engine.backward(engine._engine(tokens, targets)[0])
-        engine.step(1e-2)
+        engine.end_micro_batch(1e-2)
     held = _account(engine) if account else None
     record = describe_layout(layout, settings.zero_stage, settings.dtype)
     checkpoints = CheckpointManager(folder, run, record, config.checkpoints)

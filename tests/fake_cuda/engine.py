@@ -101,7 +101,7 @@ def traced(case: str) -> Faults:
                     total, *_ = engine.loss(batch)
                     engine.backward(total)
                     del total
-                    engine.step(1e-3)
+                    engine.end_micro_batch(1e-3)
     return faults
 
 

@@ -70,7 +70,7 @@ from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
-from pipeline.training.optimizer import make_optimizer
+from pipeline.training.grouped_optimizer import make_optimizer
 from tests.bases import CONFIGS
 from tests.extensions.hosted.bases import hosted_config
 from tests.serving.stand_ins import vllm_config, with_stand_ins

@@ -16,12 +16,13 @@ from pipeline.errors import ConfigError
 from pipeline.methods.parameter_groups import (
     KINDS,
     GroupRow,
+    block_kind,
     factors_by_name,
     group_lines,
     group_rows,
-    kind_of,
-    parameter_groups,
+    trained_groups,
 )
+from pipeline.model.decoder import is_layer_matrix
 
 NAMES = {
     "embedding.expansion.weight": "embedding",
@@ -54,7 +55,7 @@ def schedule(**settings: object) -> Schedule:
 
 
 def test_the_kinds_of_all_names():
-    assert {name: kind_of(name) for name in NAMES} == NAMES
+    assert {name: block_kind(name) for name in NAMES} == NAMES
     assert set(NAMES.values()) == set(KINDS)
 
 
@@ -88,20 +89,35 @@ def test_a_key_that_matches_nothing_is_refused_by_name(key: str, hint: str):
 
 
 def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
-    trained = {name: nn.Parameter(torch.zeros(2, 2)) for name in NAMES}
-    trained["final_norm.base.weight"] = nn.Parameter(torch.zeros(2))
-    groups = parameter_groups(
-        trained,
+    model = nn.Module()
+    for name in NAMES:
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        shape = (2,) if name == "final_norm.base.weight" else (2, 2)
+        module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+    groups = trained_groups(
+        model,
         schedule(
+            optimizer="muon",
             weight_decay=0.1,
             learning_rate_factors={"base": 0.5},
             weight_decay_factors={"*": 2.0, "output": 0.0},
         ),
-        optimizers={"layers.1.ffn.down.base.weight": "muon"},
     )
     assert sorted(name for group in groups for name in group.names) == sorted(NAMES)
-    assert groups[0].optimizer == "muon" and groups[0].names == ("layers.1.ffn.down.base.weight",)
-    assert groups[0].learning_rate_factor == 0.5 and groups[0].weight_decay == 0.2
+    by_name = {name: group for group in groups for name in group.names}
+    of_muon = {name for name, group in by_name.items() if group.optimizer == "muon"}
+    assert of_muon == {name for name in NAMES if is_layer_matrix(name, torch.zeros(2, 2))}
+    assert [group.optimizer for group in groups] == sorted(
+        (group.optimizer for group in groups), reverse=True
+    )
+    base = by_name["layers.1.ffn.down.base.weight"]
+    assert base.optimizer == "muon"
+    assert base.learning_rate_factor == 0.5 and base.weight_decay == 0.2
     decay = {name: group.weight_decay for group in groups for name in group.names}
     assert decay["final_norm.base.weight"] == 0.0 and decay["output.expansion"] == 0.0
     assert decay["embedding.expansion.weight"] == 0.2

@@ -11,7 +11,7 @@ from torch import nn
 from pipeline.config.schedule import Schedule
 from pipeline.methods.parameter_groups import trained_groups
 from pipeline.optimizers.adamw import ADAMW
-from pipeline.optimizers.optimizer import optimizer_named
+from pipeline.optimizers.optimizer import Optimizer, optimizer_named
 from pipeline.parallel.sharding import named_trained_parameters
 
 
@@ -25,20 +25,20 @@ def make_optimizer(
     """The optimizer of the trained parameters alone, in the groups of `schedule`.
 
     A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
-    For `frozen_in_stage` and `trained_before` see `parameter_groups`.
+    For `frozen_in_stage` and `trained_before` see `trained_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
     """
     trained = dict(named_trained_parameters(model))
+    chosen: Optimizer = ADAMW
     groups: list[dict[str, Any]] = []
-    kind = ADAMW.name
-    groups_of_stage = trained_groups(
+    for group in trained_groups(
         model, schedule, frozen_in_stage=frozen_in_stage, trained_before=trained_before
-    )
-    for group in groups_of_stage:
-        if group.optimizer != ADAMW.name:
-            kind = group.optimizer
+    ):
+        # Where a stage trains nothing that the run's optimizer updates, AdamW is all of it.
+        if group.optimizer == schedule.optimizer:
+            chosen = optimizer_named(schedule.optimizer)
         groups.append(
             {
                 "params": [trained[name] for name in group.names],
@@ -48,5 +48,4 @@ def make_optimizer(
                 "optimizer": group.optimizer,
             }
         )
-    # Where a stage trains nothing that the run's optimizer updates, AdamW is all of it.
-    return optimizer_named(kind).make(groups, schedule)
+    return chosen.make(groups, schedule)

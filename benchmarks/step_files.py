@@ -27,6 +27,7 @@ from pipeline.commands import build_parser
 PACKAGE = Path(pipeline.__file__).parent
 _RECORDED_STEP = 3
 """A step after the first: what happens once is over."""
+# A step of one rank: its dry run on a machine without GPUs, which assumes two, needs NPROC=1.
 CONFIG = f"""
 name: plain
 folder: {{folder}}

@@ -179,11 +179,51 @@ def load_object(place: str) -> Any:
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    # It is code of somebody else: whatever it raises is a fault of that extension.
+    except Exception as error:
         raise ExtensionError(
             f"{place}: an extension offers it, and it cannot be loaded ({in_one_line(error)}); "
             "repair or uninstall that extension"
         ) from error
+
+
+def load_instance(place: str, kind: type[Any]) -> Any:
+    """The instance of `kind` at a place `module:name`.
+
+    Raises:
+        ExtensionError: it cannot be loaded, or is something else, such as a class.
+    """
+    found = load_object(place)
+    if not isinstance(found, kind):
+        raise ExtensionError(_mismatch(place, f"an instance of {_name_of(kind)}", found))
+    return found
+
+
+def load_class(place: str, kind: type[Any]) -> Any:
+    """The subclass of `kind` at a place `module:name`.
+
+    Raises:
+        ExtensionError: it cannot be loaded, or is something else, such as an instance.
+    """
+    found = load_object(place)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ExtensionError(_mismatch(place, f"a subclass of {_name_of(kind)}", found))
+    return found
+
+
+def _mismatch(place: str, expected: str, found: object) -> str:
+    if isinstance(found, type):
+        what = f"the class {_name_of(found)}"
+    else:
+        what = f"an object of type {_name_of(type(found))}"
+    return (
+        f"{place}: an extension offers it, expected {expected}, found {what}; correct that "
+        "extension"
+    )
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache

@@ -12,9 +12,17 @@ import pytest
 
 from pipeline.errors import ExtensionError
 from pipeline.evaluation import evaluator
-from pipeline.extension import ENTRY_POINT, Extension, extensions, load_object
+from pipeline.extension import (
+    ENTRY_POINT,
+    Extension,
+    extensions,
+    load_class,
+    load_instance,
+    load_object,
+)
 from pipeline.extensions import NAMES
 from pipeline.model import bases
+from pipeline.optimizers.optimizer import Optimizer
 from tests.bases import STORIES
 
 GREETING = '''
@@ -253,3 +261,30 @@ def test_an_extension_that_cannot_be_used_ends_in_one_line(tmp_path, changes, me
 def test_a_place_where_nothing_stands_is_named(place):
     with pytest.raises(ExtensionError, match=rf"{place}: an extension offers it.*cannot be loaded"):
         load_object(place)
+
+
+def test_a_place_whose_module_raises_is_named(tmp_path, monkeypatch):
+    (tmp_path / "raises_when_imported.py").write_text("THING = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ExtensionError, match=r"cannot be loaded \(ZeroDivisionError: .*; repair"):
+        load_object("raises_when_imported:THING")
+
+
+def test_only_the_kind_that_a_point_takes_is_loaded():
+    """A class and an instance of it are told apart at every point."""
+    place = "pipeline.optimizers.adamw:"
+    adamw = load_instance(f"{place}ADAMW", Optimizer)
+    assert load_class(f"{place}AdamW", Optimizer) is type(adamw)
+    expected = "pipeline.optimizers.optimizer.Optimizer"
+    with pytest.raises(ExtensionError) as fault:
+        load_instance(f"{place}AdamW", Optimizer)
+    assert str(fault.value) == (
+        f"{place}AdamW: an extension offers it, expected an instance of {expected}, found the class "
+        "pipeline.optimizers.adamw.AdamW; correct that extension"
+    )
+    with pytest.raises(ExtensionError) as fault:
+        load_class(f"{place}ADAMW", Optimizer)
+    assert str(fault.value) == (
+        f"{place}ADAMW: an extension offers it, expected a subclass of {expected}, found an object "
+        "of type pipeline.optimizers.adamw.AdamW; correct that extension"
+    )

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from pipeline.errors import ExtensionError
-from pipeline.extension import OfferedMethod, extensions, load_object
+from pipeline.extension import OfferedMethod, extensions, load_class
 
 Initialiser = Literal["zero", "random", "svd"]
 CollaborativeModules = Literal["attention", "ffn", "both"]
@@ -244,7 +244,7 @@ def offered_methods() -> Mapping[str, OfferedMethod]:
     offered: dict[str, OfferedMethod] = {}
     for extension in extensions():
         for method in extension.methods():
-            name = _name_of(load_object(method.settings))
+            name = _name_of(load_class(method.settings, MethodSettings))
             if name in taken or name in offered:
                 raise ExtensionError(
                     f"extension {extension.name}: its method {name} is there already; give it "
@@ -259,7 +259,7 @@ def method_settings() -> Mapping[str, type[MethodSettings]]:
     """The settings of every method, of the core and of extensions, by name."""
     settings = {_name_of(one): one for one in CORE_METHODS}
     for name, offered in offered_methods().items():
-        settings[name] = load_object(offered.settings)
+        settings[name] = load_class(offered.settings, MethodSettings)
     return settings
 
 

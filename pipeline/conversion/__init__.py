@@ -2,7 +2,8 @@
 that trained.
 
 The names and options of the formats are here, where a command line can read them without loading
-torch; `pipeline.conversion.formats` has the formats themselves.
+torch. The core's formats themselves are in `pipeline.conversion.core_formats`;
+`pipeline.conversion.formats` loads them and those of extensions.
 """
 
 from __future__ import annotations

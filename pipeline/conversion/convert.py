@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,8 @@ TYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_PROJECT = __name__.partition(".")[0]
+"""The package of our own formats."""
 _logger = log.get_logger(__name__)
 
 
@@ -157,7 +160,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
 
 def _request(conversion: Conversion, format: ExportFormat, model: TrainedModel) -> dict[str, Any]:
     """What identifies a conversion: the hashes of its inputs, its options, and the hashes of the
-    code that exports carry.
+    code that exports carry, and of the format's if another distribution has it.
 
     An export is made again where any of these changed. The base's weights are those that the
     checkpoint's manifest names.
@@ -169,6 +172,7 @@ def _request(conversion: Conversion, format: ExportFormat, model: TrainedModel) 
     for exported in (ScaleForCausalLM, HostedScaleForCausalLM, DifferenceForCausalLM):
         for file in code_files(exported):
             code[file.name] = file_hash(file)
+    code |= _hashes_of_extension(format)
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
@@ -180,6 +184,21 @@ def _request(conversion: Conversion, format: ExportFormat, model: TrainedModel) 
         "asked_tp_size": conversion.tp_size,
         "code": code,
     }
+
+
+def _hashes_of_extension(format: ExportFormat) -> dict[str, str]:
+    """The hashes of the modules of a format that another distribution has, with those of its base
+    classes; by the modules' names, as no path is recorded. None for our own formats.
+
+    Whoever writes a format converts again after each change.
+    """
+    hashes: dict[str, str] = {}
+    for kind in type(format).__mro__:
+        module = kind.__module__
+        source = getattr(sys.modules[module], "__file__", None)
+        if issubclass(kind, ExportFormat) and module.partition(".")[0] != _PROJECT and source:
+            hashes[module] = file_hash(Path(source))
+    return hashes
 
 
 def _is_made_for(request: Mapping[str, Any], record: Path) -> bool:
@@ -206,17 +225,23 @@ def _open(conversion: Conversion) -> TrainedModel:
 
 
 def _check_options(conversion: Conversion, model: TrainedModel, written: ExportFormat) -> None:
-    """Checks that each option has an effect in the format that is written.
+    """Checks that each option has an effect in the format that is written; --for may have none.
 
     Raises:
         ConversionError: an option has none, or the base does not run in the type that is asked for.
     """
     check_tp_size(model, written, conversion.tp_size)
-    has_purpose = conversion.dtype is not None or conversion.purpose != "serving"
-    if has_purpose and not written.has_dtype:
+    if conversion.dtype is not None and not written.has_dtype:
         raise ConversionError(
-            f"{model.checkpoint}: --dtype and --for are options of exports, found format "
-            f"{written.name}, which stores the added blocks as they were trained; leave them out"
+            f"{model.checkpoint}: --dtype chooses the type of an export's weights, found format "
+            f"{written.name}, which has one type; leave it out"
+        )
+    if conversion.purpose != "serving" and not written.has_purpose:
+        # No fault: the folder is right for this purpose too, and `auto` may have chosen its format.
+        _logger.info(
+            "--for %s: the format %s is the same for serving and training",
+            conversion.purpose,
+            written.name,
         )
     for name, offered in offered_formats().items():
         asked = [option.flag for option in offered.options if option.name in conversion.options]

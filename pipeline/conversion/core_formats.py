@@ -54,6 +54,7 @@ class Merged(HfFormat):
 
     name = "merged"
     chosen_by_auto = True
+    has_purpose = True
 
     def unsupported_reason(
         self, settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,17 @@ class ExportFormat(ABC):
         name: its name on the command line and in records.
         kind: the kind of folder that it writes.
         chosen_by_auto: whether `--format auto` takes it where it can express the model.
-        has_dtype: whether `--dtype` and `--for` have an effect: the weights are written in a type
-            that may be chosen.
+        has_dtype: whether `--dtype` has an effect: the weights are written in a type that may be
+            chosen.
+        has_purpose: whether `--for` has an effect: what is written for training differs from what
+            is written for serving.
     """
 
     name: str
     kind: FolderKind = EXPORT
     chosen_by_auto: bool = False
     has_dtype: bool = False
+    has_purpose: bool = False
 
     @abstractmethod
     def unsupported_reason(
@@ -142,13 +145,8 @@ class HfFormat(ExportFormat):
                 "was trained with; put that one back, or name its folder as --vocabulary"
             )
         dtype = conversion.dtype or self.dtype(model.base)
-        export = self.contents(model, dtype, conversion)
-        if conversion.purpose == "training" and export.format != "merged":
-            _logger.info(
-                "--for training has an effect on merged folders only: the format %s is the same "
-                "for serving and training",
-                export.format,
-            )
+        # Contents of another format's making have this one's name all the same.
+        export = replace(self.contents(model, dtype, conversion), format=self.name)
         _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
         # The folder appears under its name at the end of the block, after its verification.
         with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:

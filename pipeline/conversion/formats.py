@@ -9,18 +9,30 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import AUTO, offered_formats
 from pipeline.conversion.export_format import ExportFormat
-from pipeline.errors import ConversionError
-from pipeline.extension import load_object
+from pipeline.errors import ConversionError, ExtensionError
+from pipeline.extension import load_instance
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 
 
 @cache
 def export_formats() -> Mapping[str, ExportFormat]:
-    """The formats of the core and of the installed extensions, by name."""
+    """The formats of the core and of the installed extensions, by name.
+
+    Raises:
+        ExtensionError: an extension offers something else under one of the names.
+    """
     formats: dict[str, ExportFormat] = {}
     for name, offered in offered_formats().items():
-        formats[name] = load_object(offered.export_format)
+        place = offered.export_format
+        format: ExportFormat = load_instance(place, ExportFormat)
+        found = getattr(format, "name", None)
+        if found != name:
+            raise ExtensionError(
+                f"{place}: name: expected {name}, as its extension offers it, found {found!r}; "
+                "correct that extension"
+            )
+        formats[name] = format
     return formats
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import ExtensionError
-from pipeline.extension import extensions, load_object
+from pipeline.extension import extensions, load_instance
 
 TEXTS = "data"
 """The core's own option, in place of that of an evaluator."""
@@ -92,7 +92,7 @@ def evaluators() -> Mapping[str, Evaluator]:
                     f"extension {extension.name}: its evaluator {name} is there already; give it "
                     "another name"
                 )
-            found[name] = load_object(place)
+            found[name] = load_instance(place, Evaluator)
     return found
 
 

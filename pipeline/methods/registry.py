@@ -14,7 +14,7 @@ from pipeline.config.method import (
     offered_methods,
 )
 from pipeline.config.run import RunConfig
-from pipeline.extension import load_object
+from pipeline.extension import load_class
 from pipeline.methods.baselines import (
     FreezeMethod,
     FullFineTuningMethod,
@@ -39,7 +39,7 @@ def method_for(
     """
     offered = offered_methods().get(settings.name)
     if offered is not None:
-        made: TrainingMethod = load_object(offered.method)(settings, seed)
+        made: TrainingMethod = load_class(offered.method, TrainingMethod)(settings, seed)
         return made
     match settings:
         case ScaleMethod():

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config.base import BaseCode
 from pipeline.errors import BaseModelError, ConfigError, ExtensionError
-from pipeline.extension import extensions, load_object
+from pipeline.extension import extensions, load_instance
 from pipeline.model import from_hf
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.base_kind import BaseKind
@@ -56,7 +56,7 @@ def offered_kinds() -> Mapping[str, str]:
 @cache
 def kind_named(code: str) -> BaseKind:
     """The kind of bases that `base_code` names."""
-    kind: BaseKind = load_object(offered_kinds()[code])
+    kind: BaseKind = load_instance(offered_kinds()[code], BaseKind)
     return kind
 
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schedule import Schedule
-from pipeline.optimizers.optimizer import Optimizer
+from pipeline.optimizers.optimizer import ADAMW_MOMENTS, Optimizer
 
 
 class AdamW(Optimizer):
     """AdamW (Loshchilov & Hutter 2019) for every parameter that trains."""
 
     name = "adamw"
+    moments = ADAMW_MOMENTS
 
     def updates(self, name: str, parameter: Tensor) -> bool:
         return True

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.config.schedule import Schedule, offered_optimizers
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import ConfigError
-from pipeline.extension import load_object
+from pipeline.errors import ConfigError, ExtensionError
+from pipeline.extension import load_instance
 from pipeline.parallel.sharding import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
@@ -30,17 +30,23 @@ class Optimizer(ABC):
 
     Attributes:
         name: its name in the configuration.
-        moments: what it stores, in fp32, of each element that it updates.
+        moments: what it stores, in fp32, of each element that it updates: nothing, `exp_avg`, or
+            `exp_avg` and `exp_avg_sq`, which are names in its state too. Its state has no others
+            but `step`, a count.
         needs_shards: whether a step needs to know which elements each rank holds; `attach` tells.
+            Estimates then count the memory and the messages of whole matrices, as Muon's.
     """
 
     name: str
-    moments: tuple[Moment, ...] = ADAMW_MOMENTS
+    moments: tuple[Moment, ...]
     needs_shards: bool = False
 
     @abstractmethod
     def updates(self, name: str, parameter: Tensor) -> bool:
-        """Whether it updates the trained parameter of that name; AdamW updates all others."""
+        """Whether it updates the trained parameter of that name; AdamW updates all others.
+
+        ZeRO may hold a part of it: its shape is `full_shape_of(parameter)`.
+        """
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]], schedule: Schedule) -> torch.optim.AdamW:
@@ -77,8 +83,28 @@ def moments_of(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> tupl
 
 @cache
 def optimizer_named(name: str) -> Optimizer:
-    """The optimizer that `schedule.optimizer` names."""
-    optimizer: Optimizer = load_object(offered_optimizers()[name])
+    """The optimizer that `schedule.optimizer` names.
+
+    Raises:
+        ExtensionError: an extension offers something else under that name.
+    """
+    place = offered_optimizers()[name]
+    optimizer: Optimizer = load_instance(place, Optimizer)
+    # Groups of parameters name their optimizer, and it is found again by that name.
+    found_name = getattr(optimizer, "name", None)
+    if found_name != name:
+        raise ExtensionError(
+            f"{place}: name: expected {name}, as its extension offers it, found {found_name!r}; "
+            "correct that extension"
+        )
+    # A checkpoint stores the moments of a parameter one after the other: their places, of which a
+    # reader knows no other than AdamW's, are their names.
+    moments = getattr(optimizer, "moments", None)
+    if moments not in [ADAMW_MOMENTS[:count] for count in range(len(ADAMW_MOMENTS) + 1)]:
+        raise ExtensionError(
+            f"{place}: moments: expected (), {ADAMW_MOMENTS[:1]} or {ADAMW_MOMENTS}, in this "
+            f"order, found {moments!r}; call the first that it stores exp_avg"
+        )
     return optimizer
 
 

@@ -14,10 +14,12 @@ import torch
 
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.optimizers.divided_matrices import BUCKET_ELEMENTS
+from pipeline.optimizers.optimizer import ADAMW_MOMENTS
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
-from pipeline.sizing.training_state import MASTER_AND_MOMENTS, MOMENT
+from pipeline.sizing.training_state import MASTER, MOMENT
 
+# An optimizer of whole matrices is taken to need what Muon does.
 _MESSAGE = 2
 """Bytes of an element in Muon's messages: the update in bf16."""
 _ITERATED = 10
@@ -134,9 +136,13 @@ def gradient_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) 
 
 def optimizer_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
     """The fp32 master weights and the moments of a rank's partition of what trains."""
+    most = len(ADAMW_MOMENTS)
     elements = partitioned_elements(costs.trained, zero, dp_size)
-    by_muon = partitioned_elements(costs.by_muon, zero, dp_size)
-    return elements * MASTER_AND_MOMENTS - by_muon * MOMENT
+    size = elements * (MASTER + most * MOMENT)
+    for count in range(most):
+        fewer = [parameter for parameter in costs.trained if parameter.moments == count]
+        size -= partitioned_elements(fewer, zero, dp_size) * (most - count) * MOMENT
+    return size
 
 
 def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
@@ -147,18 +153,18 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     else:
         # Others copy their own partition of the gradients to fp32.
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
-    return size + _muon_bytes(costs, zero, dp_size)
+    return size + _matrix_bytes(costs, zero, dp_size)
 
 
-def _muon_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+def _matrix_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
     """Muon's update of a rank's partition, and the matrices that the rank owns of a bucket."""
-    held = partitioned_elements(costs.by_muon, zero, dp_size)
+    held = partitioned_elements(costs.in_matrices, zero, dp_size)
     # The update exists beside gradient and momentum, see `Muon._update`, and as it is sent.
     size = held * (MOMENT + _MESSAGE)
     # A rank owns about as many elements as it holds, but whole matrices.
     owned = min(held, BUCKET_ELEMENTS)
-    for parameter in costs.by_muon:
-        owned = max(owned, parameter.muon_size)
+    for parameter in costs.in_matrices:
+        owned = max(owned, parameter.matrix_size)
     return size + owned * _ITERATED
 
 

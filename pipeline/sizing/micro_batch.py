@@ -24,10 +24,11 @@ from pipeline.methods.build_model import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
-from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.decoder import Decoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.optimizer import Optimizer, moments_of, optimizer_named
 from pipeline.parallel.sharding import (
     default_dtype,
     full_shape_of,
@@ -46,8 +47,9 @@ class ParameterUse(NamedTuple):
         trained: whether it trains.
         read_again: whether the backward pass reads it.
         recomputed: whether it is frozen, in a layer that the backward pass runs again.
-        muon_size: elements of a whole matrix that Muon updates, of a stack of experts one; 0 where
-            it does not.
+        moments: how many moments the optimizer stores of it; 0 where it does not train.
+        matrix_size: elements of the whole matrix that its optimizer puts together, as Muon does, of
+            a stack of experts one; 0 where it does not.
         split: whether it is sharded over tensor-parallel ranks. Some of these may hold the same
             shard, where there are fewer key/value heads than ranks.
         kept_whole: whether ZeRO-3 does not partition it: experts that ranks share.
@@ -57,7 +59,8 @@ class ParameterUse(NamedTuple):
     trained: bool
     read_again: bool
     recomputed: bool
-    muon_size: int
+    moments: int
+    matrix_size: int
     split: bool
     kept_whole: bool = False
 
@@ -94,9 +97,9 @@ class MicroBatchCosts:
         return [parameter for parameter in self.parameters if parameter.trained]
 
     @property
-    def by_muon(self) -> list[ParameterUse]:
-        """The parameters that Muon updates."""
-        return [parameter for parameter in self.parameters if parameter.muon_size]
+    def in_matrices(self) -> list[ParameterUse]:
+        """The parameters whose optimizer puts whole matrices together."""
+        return [parameter for parameter in self.parameters if parameter.matrix_size]
 
 
 def total_elements(parameters: Iterable[ParameterUse]) -> int:
@@ -173,9 +176,10 @@ def measure_micro_batch(
             for kind, most in mean.items():
                 mean[kind] = round(share * least[kind] + (1 - share) * most)
 
+    optimizer = optimizer_named(config.schedule.optimizer)
     uses = []
     for name, weight in model.named_parameters():
-        uses.append(_use_of(name, weight, passed, tp_size, with_muon=_uses_muon(config)))
+        uses.append(_use_of(name, weight, passed, tp_size, optimizer))
     return MicroBatchCosts(
         activation_bytes=passed.activation_bytes,
         loss_bytes=passed.loss_bytes,
@@ -208,23 +212,23 @@ class _Pass(NamedTuple):
     recomputed: set[nn.Parameter]
 
 
-def _uses_muon(config: RunConfig) -> bool:
-    return config.schedule.optimizer == "muon"
-
-
 def _use_of(
-    name: str, weight: nn.Parameter, passed: _Pass, tp_size: int, *, with_muon: bool
+    name: str, weight: nn.Parameter, passed: _Pass, tp_size: int, optimizer: Optimizer
 ) -> ParameterUse:
     """The use of one parameter in a step."""
-    muon_size = 0
-    if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
-        muon_size = math.prod(full_shape_of(weight)[-2:])
+    moments = 0
+    matrix_size = 0
+    if weight.requires_grad:
+        moments = len(moments_of(optimizer, name, weight))
+        if optimizer.needs_shards and optimizer.updates(name, weight):
+            matrix_size = math.prod(full_shape_of(weight)[-2:])
     return ParameterUse(
         size=weight.numel(),
         trained=weight.requires_grad,
         read_again=weight in passed.read_again,
         recomputed=weight in passed.recomputed,
-        muon_size=muon_size,
+        moments=moments,
+        matrix_size=matrix_size,
         split=tp_size > 1 and partition_of(weight).dim is not None,
         kept_whole=partition_of(weight).expert_size > 1,
     )

@@ -11,8 +11,8 @@ from pipeline.config.run import RunConfig
 from pipeline.methods.registry import training_method
 from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import CausalDecoder
-from pipeline.model.decoder import is_layer_matrix
 from pipeline.model.spec import DecoderSpec
+from pipeline.optimizers.optimizer import Optimizer, moments_of, optimizer_named
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 
@@ -27,19 +27,33 @@ class Parameters:
         trained: parameters that train.
         active: parameters of the base that compute a token, without the experts of a mixture that
             the token does not take.
-        by_muon: the trained parameters that Muon updates.
+        moments: what the optimizer stores of those that train: elements of all their moments.
+        in_matrices: the trained parameters of an optimizer that puts whole matrices together, as
+            Muon does.
     """
 
     base: int
     expansion: int
     trained: int
     active: int
-    by_muon: int = 0
+    moments: int
+    in_matrices: int = 0
 
     @property
     def total(self) -> int:
         """All parameters of the model."""
         return self.base + self.expansion
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The counts, for programs (docs/json.md)."""
+        return {
+            "base": self.base,
+            "expansion": self.expansion,
+            "trained": self.trained,
+            "active": self.active,
+            "by_muon": self.in_matrices,
+        }
 
     def __str__(self) -> str:
         active = ""
@@ -52,15 +66,13 @@ class Parameters:
         )
 
 
-def count_parameters(
-    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
-) -> Parameters:
+def count_parameters(model: CausalDecoder, base: nn.Module, optimizer: Optimizer) -> Parameters:
     """Counts the parameters of a model.
 
     Args:
         model: the unsharded model, perhaps on the meta device.
         base: the base from which the method made it, likewise.
-        with_muon: whether Muon updates the matrices within layers.
+        optimizer: the run's.
     """
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = 0
@@ -71,17 +83,19 @@ def count_parameters(
             trained += parameter.numel()
 
     idle = kind_of(model.spec).idle_parameters(model.spec, base)
-    by_muon = 0
-    if with_muon:
-        for name, weight in named_trained_parameters(model):
-            if is_layer_matrix(name, weight):
-                by_muon += weight.numel()
+    moments = 0
+    in_matrices = 0
+    for name, weight in named_trained_parameters(model):
+        moments += weight.numel() * len(moments_of(optimizer, name, weight))
+        if optimizer.needs_shards and optimizer.updates(name, weight):
+            in_matrices += weight.numel()
     return Parameters(
         base=pretrained,
         expansion=total - pretrained,
         trained=trained,
         active=pretrained - idle,
-        by_muon=by_muon,
+        moments=moments,
+        in_matrices=in_matrices,
     )
 
 
@@ -90,4 +104,4 @@ def parameters_of(config: RunConfig, spec: DecoderSpec) -> Parameters:
     with torch.device("meta"):
         model = training_method(config).build(spec, SINGLE, "none")
         base = kind_of(spec).base_alone(model)
-        return count_parameters(model, base, with_muon=config.schedule.optimizer == "muon")
+        return count_parameters(model, base, optimizer_named(config.schedule.optimizer))

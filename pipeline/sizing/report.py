@@ -59,7 +59,7 @@ def report_values(
         layouts.append(layout_values(estimate, estimator))
     values = {
         "run": estimator.config.name,
-        "parameters": asdict(estimator.parameters),
+        "parameters": estimator.parameters.values,
         "flops_per_token": estimator.flops_per_token("none", "nothing").total,
         "served_flops_per_token": None if served is None else asdict(served),
         "tokens_per_step": estimator.tokens_per_step,

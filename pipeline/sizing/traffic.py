@@ -136,11 +136,11 @@ def estimate_traffic(
     if layout.dp_size > 1:
         traffic += _data_parallel(costs, zero, layout, micro_batches, cluster)
 
-    by_muon = total_elements(costs.by_muon)
-    if by_muon > 0 and layout.world_size > 1:
+    in_matrices = total_elements(costs.in_matrices)
+    if in_matrices > 0 and layout.world_size > 1:
         # A rank sends its elements to the owners of their matrices, and gets the updates back.
         on_node = min(layout.world_size, cluster.gpus_per_node)
-        payload = 2 * _MUON_BYTES * partition_size(by_muon, layout.dp_size)
+        payload = 2 * _MUON_BYTES * partition_size(in_matrices, layout.dp_size)
         traffic.append(Traffic(MUON, "all-to-all", payload, layout.world_size, on_node))
 
     for (size, collective), payload in sorted(costs.payload_bytes.items()):

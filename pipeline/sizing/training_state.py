@@ -6,22 +6,22 @@ import torch
 
 from pipeline.sizing.parameters import Parameters
 
-MASTER_AND_MOMENTS = 12
-"""Bytes of an element's fp32 master weight and two fp32 moments of Adam."""
+MASTER = 4
+"""Bytes of an element's fp32 master weight."""
 MOMENT = 4
-"""Bytes of an element's moment; Muon has one where Adam has two."""
+"""Bytes of an element's fp32 moment; `moments_of` an optimizer says how many there are."""
 
 
 def optimizer_state_bytes(parameters: Parameters) -> int:
     """The fp32 master weights and the moments of what trains, over all ranks."""
-    return parameters.trained * MASTER_AND_MOMENTS - parameters.by_muon * MOMENT
+    return parameters.trained * MASTER + parameters.moments * MOMENT
 
 
 def training_state_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
     """The bytes that training holds of the trained parameters, over all ranks.
 
     They are weights and gradients in `dtype`, and the optimizer's fp32 copies and moments: with 16
-    bits 2 + 2 + 12 bytes a parameter, and 4 fewer where Muon updates it.
+    bits 2 + 2 + 4 bytes a parameter, and 4 for each of its moments: AdamW has two, Muon one.
     """
     weights_and_gradients = 2 * parameters.trained * dtype.itemsize
     return weights_and_gradients + optimizer_state_bytes(parameters)

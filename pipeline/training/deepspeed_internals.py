@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import ConfigError, in_one_line
+from pipeline.errors import ConfigError, ExtensionError, in_one_line
 from pipeline.optimizers.optimizer import Optimizer, moments_of
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -301,6 +301,30 @@ def _slots(
         for moment in moments:
             slots[moment] = torch.zeros_like(shard.flat, requires_grad=False)
     return slots, moments
+
+
+def check_moments(engine: Any, model: nn.Module, kind: Optimizer) -> bool:
+    """Checks that a step stored what checkpoints save.
+
+    It is no collective. Returns whether there was a step yet.
+
+    Raises:
+        ExtensionError: it stored something else than `moments` of the run's optimizer, or than
+            AdamW's of what that leaves to AdamW.
+    """
+    states = engine.optimizer.optimizer.state
+    for name, shard in _optimizer_shards(model, engine.optimizer):
+        state = states.get(shard.flat)
+        if not state:
+            return False
+        expected = ["step", *moments_of(kind, name, shard.parameter)]
+        if sorted(state) != sorted(expected):
+            raise ExtensionError(
+                f"schedule.optimizer {kind.name}: its step stores {', '.join(sorted(state))} of "
+                f"{name}, expected {', '.join(expected)}, which checkpoints save; correct the "
+                "optimizer's step, or its moments"
+            )
+    return True
 
 
 @torch.no_grad()

@@ -110,6 +110,7 @@ class Engine:
             if parameter.requires_grad or has_trained:
                 self.trainable_parameters += size
         self._optimizer = optimizer_named(config.schedule.optimizer)
+        self._moments_checked = False
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
         self._tokens_per_micro_batch = (
@@ -193,12 +194,20 @@ class Engine:
         """Ends a micro-batch; after the last one of a step it updates the weights.
 
         It does not if the gradient is not finite.
+
+        Raises:
+            ExtensionError: the first update stores something else than checkpoints save.
         """
         for group in self._engine.optimizer.param_groups:
             # Set before every step instead of by DeepSpeed's scheduler, which would have a state of
             # its own beside the run's position, and which a rollback would have to turn back.
             group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
+        if not self._moments_checked:
+            # At once: the first save may be hours away, and its checkpoint could not be resumed.
+            self._moments_checked = deepspeed_internals.check_moments(
+                self._engine, self.model, self._optimizer
+            )
 
     @property
     def step_applied(self) -> bool:

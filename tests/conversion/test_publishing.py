@@ -132,8 +132,7 @@ def test_the_code_of_the_card_runs_and_asks_nothing(format, exports, tmp_path):
             {"options": {"bits": 8}},
             "--bits belongs to the format difference, found format scale",
         ),
-        ("expansion", {"dtype": torch.bfloat16}, "--dtype and --for .* found format expansion"),
-        ("expansion", {"purpose": "training"}, "--dtype and --for .* found format expansion"),
+        ("expansion", {"dtype": torch.bfloat16}, "--dtype .* found format expansion, which has"),
         ("expansion", {"tp_size": 8}, "--tensor-parallel-size 8 .* found format expansion"),
     ],
 )

@@ -62,7 +62,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows += _launch_rows(cluster)
         rows.append(("parameters", str(estimator.parameters)))
-        figures["parameters"] = asdict(estimator.parameters)
+        figures["parameters"] = estimator.parameters.values
         if estimator.has_uncounted_rows:
             rows.append(
                 (

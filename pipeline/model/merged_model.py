@@ -11,7 +11,8 @@ from dataclasses import asdict
 
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
+from pipeline.open_weights import OpenWeights
+from pipeline.scale.plan import ExpansionPlan, Widths
 
 _GGUF_BLOCK = 256
 """The elements of a row that GGUF's K-quants need a multiple of."""
@@ -31,7 +32,7 @@ def merged_unsupported_reason(
     if plan.expansion is not None:
         reason = _unmerged_blocks_reason(plan, spec)
     if reason is None and plan.own is not None:
-        reason = _unmerged_own_weights_reason(plan, plan.own, spec)
+        reason = _unmerged_open_weights_reason(plan, plan.own, spec)
     # Last, so that leaving the gate out is advised only where that helps.
     if reason is None and gated:
         reason = "a gate decides for each token (--without-gate leaves it out)"
@@ -55,8 +56,8 @@ def _unmerged_blocks_reason(plan: ExpansionPlan, spec: DecoderSpec) -> str | Non
     return None
 
 
-def _unmerged_own_weights_reason(
-    plan: ExpansionPlan, own: OwnWeights, spec: DecoderSpec
+def _unmerged_open_weights_reason(
+    plan: ExpansionPlan, own: OpenWeights, spec: DecoderSpec
 ) -> str | None:
     """Why what open tokens have of their own does not add to the base's weights; None if it does.
 

@@ -13,6 +13,12 @@ from typing import Any
 from pipeline.config.method import Lora, ScaleMethod
 from pipeline.errors import ConfigError
 
+UNGATED_REASON = (
+    "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this model has "
+    "no gate (leave --without-gate out)"
+)
+"""Why a format that computes them for open tokens takes no model without a gate."""
+
 
 @dataclass(frozen=True)
 class OpenWeights:
@@ -41,6 +47,29 @@ class OpenWeights:
         if self.low_rank_maps is not None and map_name not in self.low_rank_maps:
             return None
         return self.low_rank
+
+    def unmerged_reason(self, model_type: str, *, widened: bool, norms_heads: bool) -> str | None:
+        """Why they do not add to the weights of a base of `model_type`; None if they do.
+
+        In an ordinary model every token reads them, as in training.
+
+        Args:
+            model_type: the base's.
+            widened: whether an expansion adds heads to the base's.
+            norms_heads: whether the base normalises each head of queries and keys.
+        """
+        if self.tokens is not None and self.first_layer > 0:
+            return (
+                f"method.own_rows: they enter before layer {self.first_layer}, where an ordinary "
+                "model reads no embedding (a run whose own weights begin at layer 0 allows it)"
+            )
+        if self.gains and widened and norms_heads:
+            return (
+                f"method.own_gains: bases of model_type {model_type} normalise each head of "
+                "queries and keys, with one gain for all heads, which added heads share with "
+                "closed tokens"
+            )
+        return None
 
     def config_entries(self, added_tokens: int = 0) -> dict[str, Any]:
         """The entries of an export's config.json. Inverse: `open_weights_in`, but for the tokens.

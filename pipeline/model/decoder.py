@@ -191,7 +191,7 @@ class Decoder(CausalDecoder):
             return self._gated_states(self.gate, layers, streams, batch)
         if self._is_routed:
             return self._final_states(*run_routed(layers, streams, streams))
-        layers = replace(layers, own_input=self.own_input_of(tokens))
+        layers = self._with_own_input(layers, tokens)
         return self._final_states(run_widened(layers, streams))
 
     def _final_states(
@@ -215,6 +215,12 @@ class Decoder(CausalDecoder):
         )
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, open_tokens=open_tokens)
         return hidden.one_token_a_row()
+
+    def _with_own_input(self, layers: LayerPass, tokens: Tensor) -> LayerPass:
+        """The pass with what open tokens add to x, if the model has own input rows."""
+        if self.own_input is None:
+            return layers
+        return replace(layers, own_input=self.own_input_of(tokens))
 
     def _base_states(self, layers: LayerPass, streams: Streams) -> HiddenStates:
         """The base's own hidden states, to the bit those of the base model."""
@@ -337,7 +343,7 @@ class Decoder(CausalDecoder):
             last = self.final_norm(*adapted)
             preserved_last = self.final_norm(*preserved)
         else:
-            layers = replace(layers, own_input=self.own_input_of(batch.tokens))
+            layers = self._with_own_input(layers, batch.tokens)
             streams, open_tokens = run_gated(
                 layers, streams, gate.layer, plan.collaborative_from, decide
             )
@@ -371,8 +377,7 @@ class Decoder(CausalDecoder):
 
         streams = self._embedded(batch.tokens)
         dtype = streams[0].dtype
-        own_input = self.own_input_of(batch.tokens)
-        layers = replace(self._layer_pass(batch, dtype), own_input=own_input)
+        layers = self._with_own_input(self._layer_pass(batch, dtype), batch.tokens)
         base_layers = self._layer_pass(of_base, dtype)
         streams, base_x = run_beside_base(layers, streams, base_layers, sequences)
         hidden = self._final_states(streams)

@@ -28,7 +28,7 @@ from pipeline.model.bases import load_base, open_base
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
-from pipeline.model.own_weights import OWN_INPUT, OWN_OUTPUT, OwnRowOfToken
+from pipeline.model.open_weights import OWN_INPUT, OWN_OUTPUT, OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.linear import LowRankAdapter
@@ -106,12 +106,11 @@ class TrainedModel:
         modules = self.structure.named_modules()
         return {path: module for path, module in modules if isinstance(module, LowRankAdapter)}
 
-    @cached_property
+    @property
     def own_row_of(self) -> OwnRowOfToken | None:
         """Which own row each token has; None for a model without own rows."""
-        if self.plan is None or self.plan.own is None or self.plan.own.tokens is None:
-            return None
-        return OwnRowOfToken(self.plan.own.tokens, self.spec.vocab_size, self.spec.added_tokens)
+        own_input = self.structure.own_input
+        return None if own_input is None else own_input.row_of
 
     @cached_property
     def trained(self) -> frozenset[str]:

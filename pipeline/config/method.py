@@ -62,6 +62,11 @@ class MethodSettings(Section):
 
     name: str
 
+    @property
+    def gated_settings(self) -> str | None:
+        """Settings of weights that only tokens which a gate opens may read; None: none is set."""
+        return None
+
 
 class ScaleMethod(MethodSettings):
     """SCALE: a frozen base, widened."""
@@ -98,6 +103,10 @@ class ScaleMethod(MethodSettings):
     def has_own_weights(self) -> bool:
         """Whether tokens that a gate opens have own rows, gains or low-rank differences."""
         return self.own_rows is not None or self.own_gains or self.low_rank is not None
+
+    @property
+    def gated_settings(self) -> str | None:
+        return "own_rows, own_gains, low_rank" if self.has_own_weights else None
 
     @model_validator(mode="after")
     def _own_weights_fit_the_variant(self) -> ScaleMethod:
@@ -201,6 +210,11 @@ class Lora(MethodSettings):
     def has_own_weights(self) -> bool:
         """Whether tokens that a gate opens have own rows or gains beside the adapters."""
         return self.own_rows is not None or self.own_gains
+
+    @property
+    def gated_settings(self) -> str | None:
+        # Its adapters themselves are the low-rank differences, and need no gate.
+        return "own_rows, own_gains" if self.has_own_weights else None
 
     @property
     def initial_expansion_settings(self) -> dict[str, Any]:

@@ -156,15 +156,9 @@ class RunConfig(Section):
             )
 
     @model_validator(mode="after")
-    def _own_weights_have_a_gate(self) -> RunConfig:
-        method = self.method
-        if not isinstance(method, (ScaleMethod, Lora)) or not method.has_own_weights:
-            return self
-        if self.gate is None:
-            settings = "own_rows, own_gains, low_rank"
-            if isinstance(method, Lora):
-                # Its adapters themselves are the low-rank differences, and need no gate.
-                settings = "own_rows, own_gains"
+    def _gated_settings_have_a_gate(self) -> RunConfig:
+        settings = self.method.gated_settings
+        if self.gate is None and settings is not None:
             raise ValueError(
                 f"method.{settings}: only tokens that a gate opens read them; without a gate the "
                 "base's outputs would change: add a section gate, or remove them"

@@ -39,6 +39,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.bases import kind_of
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
+from pipeline.open_weights import UNGATED_REASON
 from pipeline.scale.plan import ExpansionPlan, added_widths
 
 
@@ -84,10 +85,7 @@ class Scale(HfFormat):
             return None
         if unwidened is not None and plan.own.tokens is None:
             return f"{unwidened}, and has no gate"
-        return (
-            "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
-            "model has no gate (leave --without-gate out)"
-        )
+        return UNGATED_REASON
 
     def contents(self, model: TrainedModel, dtype: torch.dtype, conversion: Conversion) -> Export:
         place = kind_of(model.base.spec).scale_export

@@ -51,7 +51,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.merged_model import merged_widths
-from pipeline.model.own_weights import OWN_INPUT, OWN_OUTPUT
+from pipeline.model.open_weights import OWN_INPUT, OWN_OUTPUT
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
 from pipeline.scale.plan import Widths, added_widths
 

@@ -19,7 +19,8 @@ from pipeline.model.spec import (
     RotarySpec,
     StoredResidual,
 )
-from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
+from pipeline.open_weights import open_weights_in
+from pipeline.scale.plan import ExpansionPlan, Widths
 from pipeline.scale_math import GATE_DECAY
 
 _SAME_NAME = (
@@ -139,9 +140,11 @@ def _widths(config: Mapping[str, Any], prefix: str = "") -> Widths:
     )
 
 
-def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
+def plan_to_config(plan: ExpansionPlan, added_tokens: int = 0) -> dict[str, Any]:
     """The entries that describe the expansion. Inverse: `config_to_plan`, but for how its blocks
     start, and for the tokens with rows of their own.
+
+    `added_tokens`: how many rows of the base's vocabulary are of new tokens.
     """
     config: dict[str, Any] = {}
     # LoRA widens nothing: all its widths are 0.
@@ -153,16 +156,7 @@ def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
     config["router_threshold"] = plan.router_threshold
     config["norm_statistics"] = plan.norm
     if plan.own is not None:
-        # Which tokens have rows is a table beside the weights: it may have a hundred thousand ids.
-        config["own_first_layer"] = plan.own.first_layer
-        config["own_rows"] = 0
-        if plan.own.tokens is not None:
-            config["own_rows"] = len(plan.own.tokens) + 1
-        config["own_gains"] = plan.own.gains
-        config["own_rank"] = plan.own.low_rank
-        config["own_scale"] = plan.own.low_rank_scale
-        maps = plan.own.low_rank_maps
-        config["own_maps"] = None if maps is None else list(maps)
+        config |= plan.own.config_entries(added_tokens)
     return config
 
 
@@ -170,18 +164,6 @@ def config_to_plan(
     config: Mapping[str, Any], own_tokens: tuple[int, ...] | None = None
 ) -> ExpansionPlan:
     """The expansion that a config.json describes; `own_tokens` have rows of their own."""
-    own: OwnWeights | None = None
-    if config.get("own_first_layer") is not None:
-        maps = config.get("own_maps")
-        own = OwnWeights(
-            first_layer=config["own_first_layer"],
-            tokens=own_tokens,
-            gains=config["own_gains"],
-            low_rank=config["own_rank"],
-            # Exports of earlier versions have neither.
-            low_rank_scale=config.get("own_scale", 1.0),
-            low_rank_maps=None if maps is None else tuple(maps),
-        )
     expansion = _widths(config, "expansion_")
     return ExpansionPlan(
         expansion=expansion if expansion.hidden_size else None,
@@ -191,15 +173,13 @@ def config_to_plan(
         routed=config["routed"],
         router_threshold=config["router_threshold"],
         norm=config["norm_statistics"],
-        own=own,
+        own=open_weights_in(config, own_tokens),
     )
 
 
 def widened_to_config(spec: DecoderSpec, plan: ExpansionPlan) -> dict[str, Any]:
     """The entries that describe a base and its expansion. Inverse: `config_to_widened`."""
-    config = spec_to_config(spec) | plan_to_config(plan)
-    if config.get("own_rows") and spec.added_tokens:
-        config["own_rows"] += 1  # the row of zeros of new tokens (`OwnRowOfToken`)
+    config = spec_to_config(spec) | plan_to_config(plan, spec.added_tokens)
     # Caches are sized by these two entries, so they count all heads.
     for name in ("num_attention_heads", "num_key_value_heads"):
         config[name] += config[f"expansion_{name}"]

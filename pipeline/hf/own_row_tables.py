@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from pipeline.hf.write import PlannedTensor
-from pipeline.model.own_weights import OwnRowOfToken
+from pipeline.model.open_weights import OwnRowOfToken
 
 
 def own_row_tables(row_of: OwnRowOfToken | None) -> list[PlannedTensor]:

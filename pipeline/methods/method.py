@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from pipeline.expansion_folder import ExpansionFolder
 from pipeline.model.base_folder import BaseFolder
@@ -63,6 +64,16 @@ class TrainingMethod(ABC):
             CheckpointError: it is missing or damaged.
         """
         return None
+
+    @property
+    def parameter_bound(self) -> str | None:
+        """Why there may be fewer parameters than the model on the meta device has; None: there are
+        as many."""
+        return None
+
+    def dry_run_rows(self, spec: DecoderSpec) -> Iterable[tuple[str, str]]:
+        """What the dry run says of the parts that the method adds: labels and texts."""
+        return ()
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
         """The base's name of the model's parameter `name`; `spec` is the base's architecture."""

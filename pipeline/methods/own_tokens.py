@@ -1,4 +1,4 @@
-"""Which tokens get rows of their own: those that are frequent enough in the text to be learned."""
+"""Which tokens of a run get rows of their own: those that are frequent enough to be learned."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.data import Role
 from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import TokenCorpus
-from pipeline.data.tokenize.corpora import Job, corpus_jobs, is_heldout, train_folder
+from pipeline.data.tokenize.corpora import Job, corpus_jobs, is_heldout
 from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenize.input_files import is_here
-from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
+from pipeline.data.tokenize.token_counts import frequent_tokens, too_rare
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
-_READ_TOKENS = 2**24
-"""How many tokens are read at a time: 128 MiB."""
 _JUDGED_TOKENS = 2**20
 """In how much text a `min_count` is sought before the expansion is made."""
 
@@ -47,35 +44,6 @@ def own_tokens_of(
         method.own_rows.min_count,
         setting="method.own_rows.min_count",
         tokenizer_fingerprint=tokenizer_fingerprint,
-    )
-
-
-def frequent_tokens(
-    config: RunConfig, vocab_size: int, min_count: int, *, setting: str, tokenizer_fingerprint: str
-) -> tuple[int, ...]:
-    """The base's ids that occur at least `min_count` times in the corpora of role new; `setting` is
-    where that number comes from.
-
-    Raises:
-        ConfigError: no token is as frequent.
-        DataError: as `own_tokens_of`.
-    """
-    rows = vocab_size
-    if config.vocabulary is not None:
-        # New tokens have rows in any case. Their ids come after the base's.
-        rows += len(read_vocabulary(config.vocabulary.folder).tokens)
-    counts = token_counts(config, "new", rows, tokenizer_fingerprint=tokenizer_fingerprint)
-    counts = counts[:vocab_size]
-    frequent = np.flatnonzero(counts >= min_count)
-    if not len(frequent):
-        raise ConfigError(_too_rare(setting, int(counts.max()), min_count))
-    return tuple(frequent.tolist())
-
-
-def _too_rare(setting: str, highest: int, min_count: int) -> str:
-    return (
-        f"{setting}: expected at most {highest}, how often the most frequent token occurs, found "
-        f"{min_count}"
     )
 
 
@@ -106,7 +74,7 @@ def check_min_count(config: RunConfig, vocab_size: int, tokenizer: Tokenizer) ->
             judged += len(ids)
             if counts.max() >= min_count or judged > _JUDGED_TOKENS:
                 return
-    raise ConfigError(_too_rare("method.own_rows.min_count", int(counts.max()), min_count))
+    raise ConfigError(too_rare("method.own_rows.min_count", int(counts.max()), min_count))
 
 
 def _ids_of(job: Job, tokenizer: Tokenizer) -> Iterator[npt.NDArray[Any]]:
@@ -122,29 +90,3 @@ def _ids_of(job: Job, tokenizer: Tokenizer) -> Iterator[npt.NDArray[Any]]:
             yield np.concatenate([tokenizer.document_start, ids, tokenizer.document_end]).astype(
                 int
             )
-
-
-def token_counts(
-    config: RunConfig, role: Role, vocab_size: int, *, tokenizer_fingerprint: str
-) -> npt.NDArray[np.int64]:
-    """How often each id occurs in the corpora of a role: [V], exactly.
-
-    Raises:
-        DataError: as `own_tokens_of`.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for name, corpus in config.data.corpora.items():
-        if corpus.role != role:
-            continue
-        folder = train_folder(config.data, name)
-        tokens = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
-        for start in range(0, tokens.tokens, _READ_TOKENS):
-            ids = tokens.read(start, min(start + _READ_TOKENS, tokens.tokens))
-            of_part = np.bincount(ids, minlength=vocab_size)
-            if len(of_part) > vocab_size:
-                raise DataError(
-                    f"{folder}: holds the id {len(of_part) - 1}, and base and vocabulary have "
-                    f"{vocab_size} rows; tokenize it with the run's tokenizer"
-                )
-            counts += of_part
-    return counts

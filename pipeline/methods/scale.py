@@ -5,6 +5,7 @@ What SCALE shares with other methods whose initial values are in a folder is her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -84,9 +85,30 @@ class FrozenBaseMethod(TrainingMethod):
         return tuple(range(vocab_size))
 
     @property
-    def has_uncounted_rows(self) -> bool:
-        """Whether own rows depend on counts that are yet to be made: `own_tokens` is a bound."""
-        return isinstance(self.settings.own_rows, OwnRows) and self._counted_tokens() is None
+    def parameter_bound(self) -> str | None:
+        if isinstance(self.settings.own_rows, OwnRows) and self._counted_tokens() is None:
+            # `own_tokens` is a bound.
+            return (
+                "an upper bound, with own rows of all tokens: scale-cpt upscale counts which "
+                "tokens get one (method.own_rows.min_count)"
+            )
+        return None
+
+    def dry_run_rows(self, spec: DecoderSpec) -> Iterator[tuple[str, str]]:
+        """The modules that have weights which only open tokens read, where the base's kind names
+        them; of a native mixture, those that have no low-rank differences."""
+        own = plan_expansion(self.settings, spec.widths, spec.num_layers).own
+        if own is None:
+            return
+        if own.gains or own.low_rank is not None:
+            modules = spec.describe_own(own)
+            if modules is not None:
+                yield "own weights", modules
+        if own.low_rank is not None and spec.mixture is not None:
+            yield (
+                "own weights",
+                "low-rank differences of all linear maps but the experts', which stay the base's",
+            )
 
     def _counted_tokens(self) -> tuple[int, ...] | None:
         """The ids that the initial expansion has rows for; None until it is made."""

@@ -17,6 +17,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.open_weights import OwnInput, OwnInputRows, OwnRowOfToken
 from pipeline.model.output import OutputProjection
 from pipeline.model.paths import TokenBatch
 from pipeline.model.recomputation import KeptResults
@@ -53,6 +54,8 @@ class CausalDecoder(nn.Module, ABC):
             than the model's: a mixture's products round otherwise there, and an optimizer that
             normalises makes whole steps of such a gradient.
         output: the output projection, which computes logits and losses from hidden states.
+        layers: the layers, of which open weights begin at one.
+        own_input: the differences of the embedding's rows for open tokens; None without own rows.
     """
 
     def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParallel) -> None:
@@ -66,6 +69,24 @@ class CausalDecoder(nn.Module, ABC):
         self.frozen_in_stage: tuple[str, ...] = ()
         self.equals_base = False
         self.output: OutputProjection
+        self.layers: nn.ModuleList
+        self.own_input: OwnInputRows | None = None
+
+    def add_own_rows(self) -> None:
+        """Adds the own rows of embedding and output, if the plan has any."""
+        if self.plan is None or self.plan.own is None or self.plan.own.tokens is None:
+            return
+        spec = self.spec
+        row_of = OwnRowOfToken(self.plan.own.tokens, spec.vocab_size, spec.added_tokens)
+        self.output.add_own_rows(row_of)
+        self.own_input = OwnInputRows(row_of, spec.widths.hidden_size, tp=self.tp)
+
+    def own_input_of(self, tokens: Tensor) -> OwnInput | None:
+        """What open tokens add to x; None for a model without own input rows."""
+        if self.own_input is None:
+            return None
+        assert self.plan is not None and self.plan.own is not None, "they come with own rows"
+        return OwnInput(self.layers[self.plan.own.first_layer], self.own_input(tokens))
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,6 @@ from pipeline.model.loss_gradients import (
     add_gradients,
     empty_gradients,
 )
-from pipeline.model.own_weights import OwnColumns
 from pipeline.open_tokens import OpenTokens
 from pipeline.parallel import fused_cross_entropy
 from pipeline.parallel.cross_entropy import (
@@ -152,11 +151,9 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     columns = projection.vocabulary.range
     target_columns = projection.vocabulary.columns_of(targets)
 
-    own_columns: OwnColumns | None = None
     open_weight: Tensor | None = None
     if trains and inputs.own_rows is not None:
         assert settings.open_tokens.closed is None, "training has no gate: every token is open"
-        own_columns = projection.own_columns()
         open_weight = projection.open_weight()
 
     # A GPU's host never waits here: which chunk has which loss is known from its rows.
@@ -185,7 +182,10 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
             )
         if trains:
             logit_gradient = logit_gradient.to(inputs.base.dtype)
-            add_gradients(gradients, inputs, rows, projected, logit_gradient, own_columns)
+            add_gradients(gradients, inputs, rows, projected, logit_gradient)
+            if gradients.own_rows is not None:
+                of_base = logit_gradient[:, : len(inputs.base)]
+                projection.add_gradient_of_own_rows_(gradients.own_rows, of_base, projected.x)
 
     total = nll.sum()
     if settings.reference is not None:

@@ -18,11 +18,10 @@ from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, wide
 from pipeline.model.gated_paths import TokenGate, run_gated, run_routed_with_gate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
+from pipeline.model.open_weights import add_open_weights
 from pipeline.model.output import OutputProjection
-from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
 from pipeline.model.paths import (
     LayerPass,
-    OwnInput,
     TokenBatch,
     run_base,
     run_preserved,
@@ -102,26 +101,22 @@ class Decoder(CausalDecoder):
         for layer in self.layers:
             if isinstance(layer.ffn, MixtureFeedForward):
                 self.mixtures.append(layer.ffn.base)
-        self.final_norm = widened_norm(spec, plan, spec.num_layers, tp)
+        self.final_norm = widened_norm(spec, plan, tp)
         self._is_routed = plan is not None and plan.routed
-        own_row_of: OwnRowOfToken | None = None
-        if plan is not None and plan.own is not None and plan.own.tokens is not None:
-            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size, spec.added_tokens)
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
-            own_row_of=own_row_of,
             threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
         )
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
-        self.own_input: OwnInputRows | None = None
-        if own_row_of is not None:
-            self.own_input = OwnInputRows(own_row_of, hidden_size, tp=tp)
+        if plan is not None:
+            add_open_weights(self.layers, self.final_norm, plan, tp)
+            self.add_own_rows()
 
     @property
     def keeps_base(self) -> bool:
@@ -225,9 +220,7 @@ class Decoder(CausalDecoder):
         """The pass with what open tokens add to x, if the model has own input rows."""
         if self.own_input is None:
             return layers
-        assert self.plan is not None and self.plan.own is not None, "they come with own rows"
-        first = self.layers[self.plan.own.first_layer]
-        return replace(layers, own_input=OwnInput(first, self.own_input(tokens)))
+        return replace(layers, own_input=self.own_input_of(tokens))
 
     def _base_states(self, layers: LayerPass, streams: Streams) -> HiddenStates:
         """The base's own hidden states, to the bit those of the base model."""

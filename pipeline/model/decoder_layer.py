@@ -14,11 +14,6 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend
 from pipeline.model.mixture import MixtureFeedForward
-from pipeline.model.own_weights import (
-    HeadNormWithOwnGain,
-    NormWithOwnGain,
-    add_low_rank_differences,
-)
 from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
@@ -83,19 +78,15 @@ class DecoderLayer(nn.Module):
         self.ffn_post_norm: WidenedNorm | None = None
         # Modules in the order of the computation: parameters are stored and gathered in this order.
         if has_norms_before:
-            self.attention_norm = widened_norm(spec, plan, layer, tp)
+            self.attention_norm = widened_norm(spec, plan, tp)
         self.attention = Attention(spec, plan, layer, tp=tp)
         if has_norms_after:
-            self.attention_post_norm = widened_norm(spec, plan, layer, tp)
+            self.attention_post_norm = widened_norm(spec, plan, tp)
         if has_norms_before:
-            self.ffn_norm = widened_norm(spec, plan, layer, tp)
+            self.ffn_norm = widened_norm(spec, plan, tp)
         self.ffn = feed_forward(spec, plan, layer, tp=tp)
         if has_norms_after:
-            self.ffn_post_norm = widened_norm(spec, plan, layer, tp)
-
-        own = None if plan is None else plan.low_rank_in(layer)
-        if own is not None:
-            add_low_rank_differences(self, own, tp)
+            self.ffn_post_norm = widened_norm(spec, plan, tp)
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, context: Context, open_tokens: OpenTokens = ALL_OPEN
@@ -147,8 +138,8 @@ class Attention(nn.Module):
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
-        self.query_norm = head_norm(spec, plan, layer, heads, tp)
-        self.key_norm = head_norm(spec, plan, layer, kv_heads, tp)
+        self.query_norm = head_norm(spec, plan, heads, tp)
+        self.key_norm = head_norm(spec, plan, kv_heads, tp)
         self.output = WidenedRowLinear(
             heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp
         )
@@ -243,15 +234,10 @@ class FeedForward(nn.Module):
         return self.activation(gate) * inner
 
 
-def widened_norm(
-    spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, tp: TensorParallel
-) -> WidenedNorm:
-    """The norm over both residual streams in `layer`; the number of layers: the last norm."""
+def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParallel) -> WidenedNorm:
+    """A norm over both residual streams."""
     added = added_widths(plan)
-    kind = WidenedNorm
-    if plan is not None and plan.has_own_gains(layer):
-        kind = NormWithOwnGain
-    return kind(
+    return WidenedNorm(
         spec.norm,
         spec.widths.hidden_size,
         None if added is None else added.hidden_size,
@@ -264,7 +250,7 @@ def widened_norm(
 
 
 def head_norm(
-    spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, heads: Parts, tp: TensorParallel
+    spec: DecoderSpec, plan: ExpansionPlan | None, heads: Parts, tp: TensorParallel
 ) -> WidenedHeadNorm | None:
     """The norm of queries or keys, where the base has one: of each head, or of all together."""
     if spec.query_key_norm == "none":
@@ -278,10 +264,7 @@ def head_norm(
     if plan is not None and plan.norm == "base" and not is_of_all:
         # An ordinary wider model has one gain for all its heads: the base's.
         added_size = None
-    kind = WidenedHeadNorm
-    if plan is not None and plan.has_own_gains(layer):
-        kind = HeadNormWithOwnGain
-    return kind(size, added_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=tp)
+    return WidenedHeadNorm(size, added_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=tp)
 
 
 def residual_parts(spec: DecoderSpec, plan: ExpansionPlan | None) -> Parts:

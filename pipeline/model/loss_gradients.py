@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.own_weights import OwnColumns, add_gradient_of_own_rows_
 from pipeline.open_tokens import OpenTokens
 from pipeline.scale.router import gradients_of_paths
 
@@ -100,13 +99,9 @@ def add_gradients(
     rows: slice,
     projected: Projected,
     logit_gradient: Tensor,
-    own_columns: OwnColumns | None,
 ) -> None:
-    """Adds one chunk's part to `gradients`; logit_gradient: [n, columns] in the type of the
-    weights.
-
-    `own_columns` says which own row each column of the base's vocabulary has, if there are any.
-    """
+    """Adds one chunk's part to `gradients`, but for that of own rows; logit_gradient: [n, columns]
+    in the type of the weights."""
     assert inputs.base is not None
     # This rank's columns are those of the base's vocabulary, then those of new tokens, if there are
     # any.
@@ -124,8 +119,6 @@ def add_gradients(
         if projected.x_up is not None:
             streams = torch.cat([projected.x, projected.x_up], dim=1)
         add_product_(gradients.new_rows, of_new.T, streams)
-    if gradients.own_rows is not None and own_columns is not None:
-        add_gradient_of_own_rows_(gradients.own_rows, of_base, projected.x, own_columns)
 
     of_x: Tensor | None = None
     if gradients.x is not None:

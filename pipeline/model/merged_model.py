@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
+from pipeline.scale.plan import ExpansionPlan, Widths
 
 _GGUF_BLOCK = 256
 """The elements of a row that GGUF's K-quants need a multiple of."""
@@ -31,7 +31,11 @@ def merged_unsupported_reason(
     if plan.expansion is not None:
         reason = _unmerged_blocks_reason(plan, spec)
     if reason is None and plan.own is not None:
-        reason = _unmerged_own_weights_reason(plan, plan.own, spec)
+        reason = plan.own.unmerged_reason(
+            spec.family,
+            widened=plan.expansion is not None,
+            norms_heads=spec.query_key_norm == "head",
+        )
     # Last, so that leaving the gate out is advised only where that helps.
     if reason is None and gated:
         reason = "a gate decides for each token (--without-gate leaves it out)"
@@ -51,26 +55,6 @@ def _unmerged_blocks_reason(plan: ExpansionPlan, spec: DecoderSpec) -> str | Non
         return (
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
             "(norm: base allows it)"
-        )
-    return None
-
-
-def _unmerged_own_weights_reason(
-    plan: ExpansionPlan, own: OwnWeights, spec: DecoderSpec
-) -> str | None:
-    """Why what open tokens have of their own does not add to the base's weights; None if it does.
-
-    In an ordinary model every token reads them, as in training.
-    """
-    if own.tokens is not None and own.first_layer > 0:
-        return (
-            f"method.own_rows: they enter before layer {own.first_layer}, where an ordinary model "
-            "reads no embedding (a run whose own weights begin at layer 0 allows it)"
-        )
-    if own.gains and plan.expansion is not None and spec.query_key_norm == "head":
-        return (
-            f"method.own_gains: bases of model_type {spec.family} normalise each head of queries "
-            "and keys, with one gain for all heads, which added heads share with closed tokens"
         )
     return None
 

@@ -16,7 +16,12 @@ from torch.utils._triton import has_triton
 from pipeline.model.chunked_loss import Losses, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.loss_gradients import Projected
-from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
+from pipeline.model.open_weights import (
+    OwnColumns,
+    OwnRowOfToken,
+    add_gradient_of_own_rows_,
+    own_logits,
+)
 from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.logit_columns import LogitColumns
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
@@ -82,7 +87,6 @@ class OutputProjection(nn.Module):
         expansion_size: int | None,
         *,
         new_tokens: int = 0,
-        own_row_of: OwnRowOfToken | None = None,
         threshold: float,
         softcap: float | None = None,
         tp: TensorParallel,
@@ -103,16 +107,19 @@ class OutputProjection(nn.Module):
         if new_tokens:
             both_streams = hidden_size + (expansion_size or 0)
             self.new_rows = sharded_parameter((new_tokens, both_streams), VOCABULARY, tp)
-        self._own_row_of = own_row_of
+        self._own_row_of: OwnRowOfToken | None = None
         self.own_rows: nn.Parameter | None = None
-        if own_row_of is not None:
-            # Every rank has all of them: they are few, and each rank's columns need any of them.
-            shape = (own_row_of.rows, hidden_size)
-            self.own_rows = sharded_parameter(shape, REPLICATED, tp)
         self.reference: nn.Parameter | None = None
         self.vocabulary = LogitColumns(vocab_size, new_tokens, tp)
         self.columns = self.vocabulary.base_count
         self.base_columns = self.vocabulary.base_count
+
+    def add_own_rows(self, own_row_of: OwnRowOfToken) -> None:
+        """Adds the rows that `own_row_of` gives to open tokens."""
+        self._own_row_of = own_row_of
+        # Every rank has all of them: they are few, and each rank's columns need any of them.
+        shape = (own_row_of.rows, self.base.shape[1])
+        self.own_rows = sharded_parameter(shape, REPLICATED, self.tp)
 
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary."""
@@ -150,6 +157,11 @@ class OutputProjection(nn.Module):
         rows = F.embedding(self.own_columns().row_of_column, self.own_rows.detach())
         return rows.add_(self.base.detach())
 
+    def add_gradient_of_own_rows_(self, gradient: Tensor, of_base: Tensor, x: Tensor) -> None:
+        """Adds to `gradient` [r, D] that of the own rows, where `open_weight` multiplied x [n, D];
+        of_base: [n, columns], the gradient of the logits of the base's vocabulary."""
+        add_gradient_of_own_rows_(gradient, of_base, x, self.own_columns())
+
     @property
     def compiles_loss(self) -> bool:
         """Whether the loss of training is compiled on this device."""
@@ -184,9 +196,8 @@ class OutputProjection(nn.Module):
             x, x_up = mixed_streams(preserved_path, (x, x_up), preserved)
         if x_up is not None and self.expansion is not None:
             z = z.add_(F.linear(x_up, self.expansion))
-        has_separate_rows = self.own_rows is not None and open_weight is None
         closed = hidden.open_tokens.closed
-        if has_separate_rows and not hidden.open_tokens.none:
+        if open_weight is None and not hidden.open_tokens.none:
             z = self._with_own_rows_(z, x, closed)
         z = self._capped_(z)
         if self.new_rows is not None:
@@ -239,7 +250,8 @@ class OutputProjection(nn.Module):
 
     def _with_own_rows_(self, z: Tensor, x: Tensor, closed: Tensor | None) -> Tensor:
         """z: [n, V / tp_size] in fp32, overwritten; the logits of `closed` tokens [n, 1] stay."""
-        assert self.own_rows is not None
+        if self.own_rows is None:
+            return z
         change = own_logits(x, self.own_rows, self.own_columns())
         if closed is not None:
             change = change.masked_fill_(closed, 0)

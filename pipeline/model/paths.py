@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
+from pipeline.model.open_weights import OwnInput
 from pipeline.model.spec import LayerKind
 from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens
 from pipeline.scale.widened_linear import Streams
@@ -38,23 +39,6 @@ class TokenBatch(NamedTuple):
         if documents is not None:
             documents = documents.first_rows(count)
         return TokenBatch(self.tokens[:count], positions, documents)
-
-
-@dataclass(frozen=True)
-class OwnInput:
-    """What open tokens add to x where their own weights begin (`pipeline.model.own_weights`).
-
-    Attributes:
-        layer: the layer that x is about to enter.
-        difference: [B, S, D]; with sequence parallelism this rank's positions, as x.
-    """
-
-    layer: nn.Module
-    difference: Tensor
-
-    def added_to(self, x: Tensor, open_tokens: OpenTokens) -> Tensor:
-        """x with the difference of open tokens."""
-        return open_tokens.add(x, lambda: self.difference)
 
 
 @dataclass(frozen=True)

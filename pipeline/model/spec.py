@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pipeline.config.base import BaseCode
 from pipeline.errors import LayoutError
+from pipeline.open_weights import OpenWeights
 from pipeline.parallel.norms import NormedChannels, NormKind
-from pipeline.scale.plan import OwnWeights, Widths
+from pipeline.scale.plan import Widths
 
 Activation = Callable[[Tensor], Tensor]
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -167,7 +168,7 @@ class DecoderSpec:
         """Whether the base has a single residual stream, [B, S, D], which a gate can read."""
         return True
 
-    def describe_own(self, own: OwnWeights) -> str | None:
+    def describe_own(self, own: OpenWeights) -> str | None:
         """Which modules have open weights; None: all that the settings name."""
         return None
 

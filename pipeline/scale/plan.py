@@ -7,6 +7,7 @@ from typing import Literal
 
 from pipeline.config.method import Initialisers, Lora, ScaleMethod
 from pipeline.errors import ConfigError
+from pipeline.open_weights import OpenWeights, open_weights_of
 
 Module = Literal["attention", "ffn"]
 GATE_LAYER = 2
@@ -24,35 +25,6 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class OwnWeights:
-    """What tokens have of their own where a gate opens them; not in the paper (docs/gate.md).
-
-    Attributes:
-        first_layer: the first layer with such weights; the difference of an input row is added to x
-            as it enters this layer.
-        tokens: the ids that have rows of their own; all other ids share one more row. None: there
-            are no own rows.
-        gains: whether norms have differences of their gains.
-        low_rank: the rank of the differences s B A of linear maps; None: there are none.
-        low_rank_scale: the factor s.
-        low_rank_maps: the names of the maps with such a difference; None: all.
-    """
-
-    first_layer: int
-    tokens: tuple[int, ...] | None = None
-    gains: bool = False
-    low_rank: int | None = None
-    low_rank_scale: float = 1.0
-    low_rank_maps: tuple[str, ...] | None = None
-
-    def low_rank_of(self, map_name: str) -> int | None:
-        """The rank of the difference of the maps of that name; None: they have none."""
-        if self.low_rank_maps is not None and map_name not in self.low_rank_maps:
-            return None
-        return self.low_rank
-
-
-@dataclass(frozen=True)
 class ExpansionPlan:
     """What SCALE or LoRA adds to a base, and which of the added blocks exist in each layer.
 
@@ -66,7 +38,7 @@ class ExpansionPlan:
         router_threshold: the cosine above which a token keeps the preserved path.
         norm: the statistics that normalise the expansion stream; see `WidenedNorm`.
         initialisers: how the added blocks start.
-        own: what tokens have of their own where a gate opens them.
+        own: what tokens have of their own where a gate opens them; not in the paper.
     """
 
     expansion: Widths | None
@@ -77,7 +49,7 @@ class ExpansionPlan:
     router_threshold: float = 0.5
     norm: Literal["separate", "base"] = "separate"
     initialisers: Initialisers = field(default_factory=Initialisers)
-    own: OwnWeights | None = None
+    own: OpenWeights | None = None
 
     @property
     def collaborative_from(self) -> int:
@@ -117,13 +89,9 @@ class ExpansionPlan:
         """
         return checked_gate_layer(wanted, self.default_gate_layer, self.num_layers)
 
-    def has_own_gains(self, layer: int) -> bool:
-        """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
-        return self.own is not None and self.own.gains and layer >= self.own.first_layer
-
-    def low_rank_in(self, layer: int) -> OwnWeights | None:
-        """Which linear maps of `layer` have low-rank differences; None: none of them."""
-        if self.own is None or self.own.low_rank is None or layer < self.own.first_layer:
+    def own_in(self, layer: int) -> OpenWeights | None:
+        """What open tokens have of their own in `layer`; `num_layers` stands for the last norm."""
+        if self.own is None or layer < self.own.first_layer:
             return None
         return self.own
 
@@ -154,7 +122,7 @@ def plan_expansion(
             expansion=None,
             num_layers=num_layers,
             l_fp=num_layers,
-            own=_own_weights_of_lora(method, num_layers, own_tokens),
+            own=open_weights_of(method, num_layers, own_tokens),
         )
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
@@ -190,46 +158,8 @@ def plan_expansion(
         router_threshold=method.router_threshold,
         norm=method.norm,
         initialisers=method.initialisers,
-        own=_own_weights(method, num_layers, own_tokens),
+        own=open_weights_of(method, num_layers, own_tokens),
     )
-
-
-def _own_weights(
-    method: ScaleMethod, num_layers: int, tokens: tuple[int, ...] | None
-) -> OwnWeights | None:
-    if not method.has_own_weights:
-        return None
-    first_layer = method.l_fp if method.own_first_layer is None else method.own_first_layer
-    assert first_layer is not None, "ScaleMethod checks that one of both is there"
-    _check_first_layer(first_layer, num_layers)
-    return OwnWeights(
-        first_layer=first_layer,
-        tokens=None if method.own_rows is None else tokens,
-        gains=method.own_gains,
-        low_rank=method.low_rank,
-    )
-
-
-def _own_weights_of_lora(
-    method: Lora, num_layers: int, tokens: tuple[int, ...] | None
-) -> OwnWeights:
-    _check_first_layer(method.own_first_layer, num_layers)
-    return OwnWeights(
-        first_layer=method.own_first_layer,
-        tokens=None if method.own_rows is None else tokens,
-        gains=method.own_gains,
-        low_rank=method.rank,
-        low_rank_scale=method.scale,
-        low_rank_maps=method.target_modules,
-    )
-
-
-def _check_first_layer(first_layer: int, num_layers: int) -> None:
-    if first_layer >= num_layers:
-        raise ConfigError(
-            f"method.own_first_layer: {first_layer} leaves none of the base's {num_layers} layers; "
-            f"use 0 to {num_layers - 1}"
-        )
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:

@@ -31,6 +31,7 @@ class WidenedNorm(nn.Module):
         stored_scale: the scale of added channels in a merged export, if the norm is to count them
             as there (`as_stored`).
         normed: how the base's statistics count its channels, where the base was widened before.
+        own: a difference of the base's gain (and bias) for open tokens alone; None without.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class WidenedNorm(nn.Module):
         if expansion_size is not None:
             self.expansion = norm(expansion_size)
         self.stored_scale: float | None = None
+        self.own: RMSNorm | LayerNorm | None = None
 
     def as_stored(self, scale: float) -> None:
         """From now on computes as a merged export does: as one norm over both streams.
@@ -69,7 +71,7 @@ class WidenedNorm(nn.Module):
     def forward(
         self, x: Tensor, x_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
     ) -> Streams:
-        """`open_tokens` is for a subclass whose base stream has more than the base's gain."""
+        """`own` is for open tokens; the y of others is the base's, to the bit."""
         if isinstance(self.base, LayerNorm):
             return self._layer_norm(x, x_up, open_tokens)
         if self.stored_scale is not None and x_up is not None:
@@ -94,7 +96,12 @@ class WidenedNorm(nn.Module):
     def _base_part(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
         """The norm of the base stream; `normal` is x normalised, without a gain (RMSNorm only)."""
         y: Tensor = self.base(x) if normal is None else self.base(x, normal=normal)
-        return y
+        if self.own is None:
+            return y
+        if normal is None:
+            return open_tokens.add(y, self.own, x)
+        # Both gains multiply one normalised x.
+        return open_tokens.add(y, partial(self.own, normal=normal), x)
 
     def _layer_norm(self, x: Tensor, x_up: Tensor | None, open_tokens: OpenTokens) -> Streams:
         """`forward` with LayerNorm, which also subtracts a mean."""
@@ -131,7 +138,7 @@ class WidenedHeadNorm(nn.Module):
     Every `size` channels, a head or all heads, are normalised by their own statistics, so that the
     base's heads do not depend on the added ones. The added heads have gains of their own
     (`expansion_size` channels). With None they have the base's: an ordinary wider model has one
-    gain for all its heads.
+    gain for all its heads. `own` is as in `WidenedNorm`, of the base's heads.
     """
 
     def __init__(
@@ -149,12 +156,15 @@ class WidenedHeadNorm(nn.Module):
         self.expansion: RMSNorm | None = None
         if expansion_size is not None:
             self.expansion = norm(expansion_size)
+        self.own: RMSNorm | None = None
 
     def forward(
         self, heads: Tensor, heads_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
     ) -> Streams:
         """`open_tokens` as in `WidenedNorm`."""
         normed = self._normed(self.base, heads)
+        if self.own is not None:
+            normed = open_tokens.add(normed, partial(self._normed, self.own), heads)
         if heads_up is None:
             return normed, None
         added_norm = self.base if self.expansion is None else self.expansion

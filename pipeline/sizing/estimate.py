@@ -18,7 +18,6 @@ from pipeline.errors import UserError
 from pipeline.log import counted
 from pipeline.methods.build_model import build_model
 from pipeline.methods.registry import training_method
-from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.bases import read_spec
 from pipeline.model.causal_decoder import ActivationCheckpointing
@@ -153,10 +152,9 @@ class Estimator:
         return gpu_speed(self.cluster, has_experts=self.parameters.active < self.parameters.base)
 
     @property
-    def has_uncounted_rows(self) -> bool:
-        """Whether every token counts as having an own row, as they are not chosen yet."""
-        method = training_method(self.config)
-        return isinstance(method, FrozenBaseMethod) and method.has_uncounted_rows
+    def parameter_bound(self) -> str | None:
+        """Why the number of parameters is an upper bound; None: it is exact."""
+        return training_method(self.config).parameter_bound
 
     def _count_flops(
         self, activation_checkpointing: ActivationCheckpointing, kept_results: KeptResults

@@ -53,8 +53,8 @@ def test_the_loss_reads_its_products_twice_and_writes_one_gradient(method, bound
 def test_one_more_pass_over_the_logits_breaks_the_bound(monkeypatch):
     add_gradients = chunked_loss.add_gradients
 
-    def with_another_pass(gradients, inputs, rows, projected, logit_gradient, own_columns):
-        add_gradients(gradients, inputs, rows, projected, logit_gradient * 1.0, own_columns)
+    def with_another_pass(gradients, inputs, rows, projected, logit_gradient):
+        add_gradients(gradients, inputs, rows, projected, logit_gradient * 1.0)
 
     monkeypatch.setattr(chunked_loss, "add_gradients", with_another_pass)
     assert loss_bytes("adapt") > 13

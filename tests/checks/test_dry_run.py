@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from pipeline.checks.dry_run.make_plan import _own_weight_rows, make_plan
+from pipeline.checks.dry_run.make_plan import make_plan
 from pipeline.checks.dry_run.run_plan import RunPlan
 from pipeline.config.run import load_config
 from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.expansion_folder import open_expansion
 from pipeline.files.disk_space import held_bytes
+from pipeline.methods.registry import training_method
 from pipeline.sizing.cluster import Cluster
 from tests.bases import STORIES
 from tests.distributed import run_ranks
@@ -131,9 +132,10 @@ def test_lora_trains_the_rows_of_an_extended_vocabulary_beside_its_adapters(tmp_
 
 def test_the_plan_says_that_experts_have_no_low_rank_differences(base, tmp_path):
     config = load_config(write_config(tmp_path, tmp_path, method__low_rank=2, gate={}))
-    [(name, text)] = _own_weight_rows(config, base("mixtral").spec)
+    method = training_method(config)
+    [(name, text)] = method.dry_run_rows(base("mixtral").spec)
     assert name == "own weights" and "but the experts', which stay the base's" in text
-    assert not list(_own_weight_rows(config, base("llama").spec))
+    assert not list(method.dry_run_rows(base("llama").spec))
 
 
 def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):

@@ -23,7 +23,8 @@ from pipeline.model.spec import (
     RotarySpec,
     StoredResidual,
 )
-from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
+from pipeline.open_weights import OpenWeights
+from pipeline.scale.plan import ExpansionPlan, Widths
 from tests.bases import CONFIGS
 
 SIZES = st.integers(1, 2**17)
@@ -87,7 +88,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
 
 
 own_weights = st.builds(
-    OwnWeights,
+    OpenWeights,
     first_layer=st.integers(0, 4),
     tokens=st.none() | st.sets(SIZES, min_size=1, max_size=5).map(sorted).map(tuple),
     gains=st.booleans(),

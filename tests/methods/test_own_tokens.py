@@ -13,10 +13,10 @@ import pytest
 
 from pipeline.config.run import load_config
 from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize import token_counts
 from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError
-from pipeline.methods import own_tokens
 from pipeline.methods.own_tokens import check_min_count, own_tokens_of
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
@@ -43,7 +43,7 @@ def chosen(config, **options):
 
 @pytest.mark.parametrize("at_once", [7, 2**24])
 def test_tokens_are_counted_in_new_text_alone(tokens, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(own_tokens, "_READ_TOKENS", at_once)
+    monkeypatch.setattr(token_counts, "_READ_TOKENS", at_once)
     config = run_with(tmp_path, tokens, {"min_count": 5})
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     folder = train_folder(config.data, "korean")
@@ -122,7 +122,7 @@ def test_new_tokens_of_a_run_are_not_counted(tokens, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=f"base and vocabulary have {base_rows} rows"):
         own_tokens_of(config, base_rows, tokenizer_fingerprint=fingerprint)
     record = SimpleNamespace(tokens=[None] * (VOCAB_SIZE - base_rows))
-    monkeypatch.setattr(own_tokens, "read_vocabulary", lambda folder: record)
+    monkeypatch.setattr(token_counts, "read_vocabulary", lambda folder: record)
     extended = config.model_copy(update={"vocabulary": SimpleNamespace(folder=tmp_path)})
     found = own_tokens_of(extended, base_rows, tokenizer_fingerprint=fingerprint)
     assert found == all_ids[:-1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pipeline.model.gated_paths import run_gated, run_routed_with_gate
+from pipeline.model.open_weights import OwnInput
 from pipeline.model.paths import (
     LayerPass,
-    OwnInput,
     run_base,
     run_preserved,
     run_routed,

@@ -63,14 +63,8 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         rows += _launch_rows(cluster)
         rows.append(("parameters", str(estimator.parameters)))
         figures["parameters"] = estimator.parameters.values
-        if estimator.has_uncounted_rows:
-            rows.append(
-                (
-                    "parameters",
-                    "an upper bound, with own rows of all tokens: scale-cpt upscale counts which "
-                    "tokens get one (method.own_rows.min_count)",
-                )
-            )
+        if estimator.parameter_bound is not None:
+            rows.append(("parameters", estimator.parameter_bound))
         rows += checkpoint_rows(estimator, faults)
         rows += disk_space_rows(estimator, faults)
         rows += kind_of(spec).dry_run_rows(spec, config.base_precision)
@@ -96,7 +90,8 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     rows += _step_rows(inputs, estimator, estimate)
     rows += corpus_rows(inputs)
     rows += tokenizer_rows(inputs)
-    rows += _own_weight_rows(config, spec)
+    if spec is not None:
+        rows += inputs.method.dry_run_rows(spec)
     rows.append(("job stages", ", ".join(job_stages(config))))
     if spec is not None:
         expansion = None
@@ -148,26 +143,6 @@ def _launch_rows(cluster: Cluster) -> Iterator[Row]:
             "launch",
             f"NPROC={cluster.gpus} bash slurm/cpt_korean.sh, or scale-cpt train --ranks "
             f"{cluster.gpus}; without --ranks or a launcher, scale-cpt train is one rank",
-        )
-
-
-def _own_weight_rows(config: RunConfig, spec: DecoderSpec | None) -> Iterator[Row]:
-    """The modules that have weights which only open tokens read, where the base's kind names them;
-    of a native mixture, those that have no low-rank differences.
-    """
-    method = config.method
-    if spec is None or not isinstance(method, (ScaleMethod, Lora)):
-        return
-    own = plan_expansion(method, spec.widths, spec.num_layers).own
-    if own is not None and (own.gains or own.low_rank is not None):
-        modules = spec.describe_own(own)
-        if modules is not None:
-            yield "own weights", modules
-    has_low_rank = isinstance(method, Lora) or method.low_rank is not None
-    if has_low_rank and spec.mixture is not None:
-        yield (
-            "own weights",
-            "low-rank differences of all linear maps but the experts', which stay the base's",
         )
 
 

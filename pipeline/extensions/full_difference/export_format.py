@@ -15,6 +15,7 @@ from pipeline.conversion.model_card import CardSections
 from pipeline.conversion.probe_texts import Probe
 from pipeline.conversion.request import Conversion
 from pipeline.conversion.verify import Report
+from pipeline.data.tokenize.token_counts import frequent_tokens
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.extensions.full_difference.difference import (
@@ -28,7 +29,6 @@ from pipeline.extensions.full_difference.verify import (
     verify_difference,
 )
 from pipeline.hf.write import Export
-from pipeline.methods.own_tokens import frequent_tokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 

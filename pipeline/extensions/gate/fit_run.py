@@ -17,6 +17,7 @@ from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.gate import GateSettings, OpenIdSettings
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.samples import load_heldout
+from pipeline.data.tokenize.token_counts import token_counts
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
@@ -38,7 +39,6 @@ from pipeline.extensions.gate.table import warn
 from pipeline.extensions.gate.windows import NO_KIND, Windows, as_windows
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, KindFigures, write_gate
 from pipeline.gating.gate import FittedGate
-from pipeline.methods.own_tokens import token_counts
 from pipeline.scale.plan import GATE_LAYER, checked_gate_layer
 
 _logger = log.get_logger(__name__)

@@ -139,10 +139,9 @@ class AddedLayer(nn.Module):
                 self.add_module(name, AddedAttention(spec, plan, layer))
             else:
                 self.add_module(name, AddedFeedForward(spec, plan, layer))
-        self.low_rank = low_rank_differences(
-            of_base, structure.linear_maps, plan.low_rank_in(layer)
-        )
-        norms = structure.norms if plan.has_own_gains(layer) else ()
+        own = plan.own_in(layer)
+        self.low_rank = low_rank_differences(of_base, structure.linear_maps, own)
+        norms = structure.norms if own is not None and own.gains else ()
         self.gains = own_gains(of_base, norms)
         # The kinds of parameter groups, as a native base has them.
         self.adapter = nested(self.low_rank)

@@ -32,8 +32,7 @@ from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context
 from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
-from pipeline.model.paths import OwnInput, TokenBatch
+from pipeline.model.paths import TokenBatch
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
@@ -62,7 +61,6 @@ class HostedDecoder(CausalDecoder):
         layers: the added blocks of each layer, and the open weights of the layer's
             maps and norms.
         own: the differences of the gains of the norms after the last layer.
-        own_input: the differences of the embedding's rows; None without own rows.
     """
 
     spec: HostedSpec
@@ -85,14 +83,10 @@ class HostedDecoder(CausalDecoder):
             of_base = self.base.get_submodule(structure.layer_name(layer))
             self.layers.append(AddedLayer(spec, plan, index, layer, of_base))
         base_map = self.base.get_submodule(structure.output)
-        own_row_of: OwnRowOfToken | None = None
-        if plan.own is not None and plan.own.tokens is not None:
-            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
-        self.output = HostedOutput(spec, expansion_size, base_map, own_row_of)
-        self.own_input: OwnInputRows | None = None
-        if own_row_of is not None:
-            self.own_input = OwnInputRows(own_row_of, structure.hidden_size, tp=SINGLE)
-        last_norms = structure.last_norms if plan.has_own_gains(spec.num_layers) else ()
+        self.output = HostedOutput(spec, expansion_size, base_map)
+        self.add_own_rows()
+        own = plan.own_in(spec.num_layers)
+        last_norms = structure.last_norms if own is not None and own.gains else ()
         last_gains = own_gains(self.base, last_norms)
         self.own = nested(last_gains)
         self._rotary = RotaryEmbedding()
@@ -228,16 +222,8 @@ class HostedDecoder(CausalDecoder):
             Context(table, attend),
             open_tokens,
             is_recomputed=self._is_recomputed,
-            own_input=self._own_input_of(tokens),
+            own_input=self.own_input_of(tokens),
         )
-
-    def _own_input_of(self, tokens: Tensor) -> OwnInput | None:
-        """What open tokens add to x; None for a model without own input rows."""
-        if self.own_input is None:
-            return None
-        assert self.plan.own is not None, "own input rows are planned in plan.own"
-        first = self.layers[self.plan.own.first_layer]
-        return OwnInput(first, self.own_input(tokens))
 
     def _is_recomputed(self, layer: AddedLayer) -> bool:
         if self.activation_checkpointing == "collaborative":

@@ -132,17 +132,8 @@ def _own_weights(plan: ExpansionPlan) -> dict[str, Any]:
     own = plan.own
     if own is None:
         return {}
-    rows = 0
-    if own.tokens is not None:
-        # The last row is shared by all tokens without a row of their own.
-        rows = len(own.tokens) + 1
-    return {
-        "own_first_layer": own.first_layer,
-        "own_rows": rows,
-        "own_gains": own.gains,
-        "own_rank": own.low_rank,
-        "own_scale": own.low_rank_scale,
-    }
+    # Its low-rank differences are of all maps.
+    return {name: value for name, value in own.config_entries().items() if name != "own_maps"}
 
 
 def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
@@ -167,9 +158,10 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
                 }
             )
         written: dict[str, Any] = {"name": structure.layer_name(layer), "blocks": blocks}
-        if plan.low_rank_in(index) is not None:
+        own = plan.own_in(index)
+        if own is not None and own.low_rank is not None:
             written["linear_maps"] = list(layer.linear_maps)
-        if plan.has_own_gains(index):
+        if own is not None and own.gains:
             written["norms"] = list(layer.norms)
         layers.append(written)
     values: dict[str, Any] = {
@@ -177,6 +169,7 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
         "output": structure.output,
         "shares_keys": structure.shares_keys,
     }
-    if plan.has_own_gains(spec.num_layers):
+    own = plan.own_in(spec.num_layers)
+    if own is not None and own.gains:
         values["last_norms"] = list(structure.last_norms)
     return values

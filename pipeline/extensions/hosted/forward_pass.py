@@ -26,7 +26,7 @@ from pipeline.extensions.hosted.added_blocks import AddedLayer
 from pipeline.extensions.hosted.own_weights import OwnGains
 from pipeline.extensions.hosted.structure import HIDDEN_STATES, HostedBlock, HostedStructure
 from pipeline.model.decoder_layer import Context
-from pipeline.model.paths import OwnInput
+from pipeline.model.open_weights import OwnInput
 from pipeline.open_tokens import OpenTokens
 from pipeline.parallel.linear import LowRankAdapter
 

@@ -1,6 +1,6 @@
 """What open tokens have of their own beside the weights of a hosted base.
 
-As `pipeline.model.own_weights`, but beside modules of transformers, in forward hooks:
+As `pipeline.model.open_weights`, but beside modules of transformers, in forward hooks:
 
     a linear map        y += s B A x
     a norm              y  = its own code with the gain w + Δw (and the bias b + Δb)
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from pipeline.extensions.hosted.own_calls import call_with_own_gain
 from pipeline.extensions.hosted.transformers_model import linear_sizes
+from pipeline.open_weights import OpenWeights
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import REPLICATED, full_shape_of, sharded_parameter
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.plan import OwnWeights
 
 
 class OwnGains(nn.Module):
@@ -42,7 +42,7 @@ class OwnGains(nn.Module):
 
 
 def low_rank_differences(
-    layer: nn.Module, names: tuple[str, ...], own: OwnWeights | None
+    layer: nn.Module, names: tuple[str, ...], own: OpenWeights | None
 ) -> dict[str, LowRankAdapter]:
     """The differences s B A of the linear maps `names` of a layer of the base.
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.config.base import BaseCode
 from pipeline.extensions.hosted.structure import DocumentSeparation, HostedStructure
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import OwnWeights
+from pipeline.open_weights import OpenWeights
 
 _DOCUMENTS: dict[DocumentSeparation, str] = {
     "positions": "documents of a row are kept apart by positions",
@@ -104,7 +104,7 @@ class HostedSpec(DecoderSpec):
             f"{stored}"
         )
 
-    def describe_own(self, own: OwnWeights) -> str:
+    def describe_own(self, own: OpenWeights) -> str:
         """The modules that have open weights, those of each kind of layer once."""
         counts: dict[str, int] = {}
         for layer in self.structure.layers[own.first_layer :]:

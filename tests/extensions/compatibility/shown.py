@@ -77,7 +77,7 @@ SHOWN: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (
         ("gate",),
         ("lora",),
-        "tests/model/test_own_weights.py::test_the_base_stays_and_open_tokens_change",
+        "tests/model/test_open_weights.py::test_the_base_stays_and_open_tokens_change",
     ),
     (
         ("gate",),

@@ -25,7 +25,7 @@ from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.methods.registry import method_for
 from pipeline.model.from_hf import with_special_floats
-from pipeline.model.own_weights import OwnRowOfToken
+from pipeline.model.open_weights import OwnRowOfToken
 from pipeline.parallel.topology import SINGLE
 from tests.extensions.gate.gates import Opens, random_gate
 from tests.widened import SEED, scale_settings, shake

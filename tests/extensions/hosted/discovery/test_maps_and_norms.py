@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.extensions.hosted.discovery.find_structure import find_structure
 from pipeline.extensions.hosted.read_spec import hosted_spec_of
-from pipeline.scale.plan import OwnWeights
+from pipeline.open_weights import OpenWeights
 from tests.extensions.hosted.expected import FULL, QUICK
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o"))
@@ -54,8 +54,8 @@ def test_maps_and_norms_are_those_of_the_modelling_code(model_type):
 
 def test_the_dry_run_names_what_has_own_weights():
     spec = hosted_spec_of({"model_type": "qwen3_moe", "num_hidden_layers": 3})
-    own = OwnWeights(first_layer=1, gains=True, low_rank=2)
+    own = OpenWeights(first_layer=1, gains=True, low_rank=2)
     maps = ", ".join((*ATTENTION, BOTH[0], *HEADS, BOTH[1]))
     assert spec.describe_own(own) == f"in 2 layers {maps}; none of experts and routers"
-    gains = OwnWeights(first_layer=2, gains=True)
+    gains = OpenWeights(first_layer=2, gains=True)
     assert spec.describe_own(gains).startswith("in 1 layer input_layernorm, self_attn.q_norm")

@@ -1,9 +1,14 @@
-"""What tokens have of their own where a gate opens them: rows, gains, low-rank differences.
+"""The weights that only open tokens read: rows, gains, low-rank differences.
 
 A hard gate decides for each token, before any of these weights is read. So an open token may read
 weights that a closed one does not, and closed tokens stay the base's to the bit. All of these
 weights are differences that start at zero. They begin at one layer, where the paths of open and
-closed tokens part (docs/gate.md, docs/adr/0032-open-tokens-read-weights-of-their-own.md).
+closed tokens part (docs/open_weights.md,
+docs/adr/0032-open-tokens-read-weights-of-their-own.md).
+
+A decoder gets them after it is built: `add_open_weights` for its layers and norms,
+`CausalDecoder.add_own_rows` for its embedding and output. Which they are is
+`pipeline.open_weights`.
 
 Training has no gate: every token is open.
 """
@@ -12,22 +17,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.open_tokens import ALL_OPEN, OpenTokens
+from pipeline.open_tokens import OpenTokens
+from pipeline.open_weights import OpenWeights
 from pipeline.parallel.collectives import leave_region
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.norms import LayerNorm, RMSNorm
 from pipeline.parallel.sharding import full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.plan import OwnWeights
-from pipeline.scale.widened_linear import Streams, WidenedLinear
+from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.widened_linear import WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 from pipeline.scale_math import own_row_logits
 
@@ -136,65 +140,58 @@ class OwnInputRows(nn.Module):
         return difference
 
 
-class NormWithOwnGain(WidenedNorm):
-    """A `WidenedNorm` whose gain (and bias) on x has a trained difference for open tokens."""
+@dataclass(frozen=True)
+class OwnInput:
+    """What open tokens add to x where their own weights begin.
 
-    def __init__(self, kind: Any, size: int, expansion_size: int | None, **settings: Any) -> None:
-        super().__init__(kind, size, expansion_size, **settings)
-        tp = settings["tp"]
-        eps = settings["eps"]
-        self.own: RMSNorm | LayerNorm
-        if kind == "rmsnorm":
-            self.own = RMSNorm(size, eps, tp)
-        else:
-            self.own = LayerNorm(size, eps, tp)
+    Attributes:
+        layer: the layer that x is about to enter.
+        difference: [B, S, D]; with sequence parallelism this rank's positions, as x.
+    """
 
-    def _base_part(self, x: Tensor, normal: Tensor | None, open_tokens: OpenTokens) -> Tensor:
-        y = super()._base_part(x, normal, open_tokens)
-        if normal is None:
-            return open_tokens.add(y, self.own, x)
-        # Both gains multiply one normalised x.
-        return open_tokens.add(y, partial(self.own, normal=normal), x)
+    layer: nn.Module
+    difference: Tensor
+
+    def added_to(self, x: Tensor, open_tokens: OpenTokens) -> Tensor:
+        """x with the difference of open tokens."""
+        return open_tokens.add(x, lambda: self.difference)
 
 
-class HeadNormWithOwnGain(WidenedHeadNorm):
-    """A `WidenedHeadNorm` whose gain on the base's heads has a difference for open tokens."""
-
-    def __init__(
-        self,
-        size: int,
-        expansion_size: int | None,
-        *,
-        eps: float,
-        gain_offset: bool,
-        tp: TensorParallel,
-    ) -> None:
-        super().__init__(size, expansion_size, eps=eps, gain_offset=gain_offset, tp=tp)
-        self.own = RMSNorm(size, eps, tp, in_region=True)
-
-    def forward(
-        self, heads: Tensor, heads_up: Tensor | None, *, open_tokens: OpenTokens = ALL_OPEN
-    ) -> Streams:
-        y, y_up = super().forward(heads, heads_up)
-        return open_tokens.add(y, partial(self._normed, self.own), heads), y_up
+def add_open_weights(
+    layers: nn.ModuleList, final_norm: WidenedNorm, plan: ExpansionPlan, tp: TensorParallel
+) -> None:
+    """Gives linear maps and norms the differences that `plan` names, in its layers."""
+    for index, layer in enumerate(layers):
+        own = plan.own_in(index)
+        if own is not None:
+            _add_to_parts(layer, own, tp)
+    own = plan.own_in(len(layers))
+    if own is not None:
+        _add_to_parts(final_norm, own, tp)
 
 
-def add_low_rank_differences(layer: nn.Module, own: OwnWeights, tp: TensorParallel) -> None:
-    """Gives the linear maps of `layer` that `own` names a difference s B A, split as the map is."""
-    for path, module in layer.named_modules():
-        if not isinstance(module, WidenedLinear):
-            continue
-        rank = own.low_rank_of(path.rsplit(".", 1)[-1])
-        if rank is not None:
-            weight = module.base.get_parameter("weight")
-            size_out, size_in = full_shape_of(weight)
-            module.adapter = LowRankAdapter(
-                (size_out, size_in),
-                rank,
-                scale=own.low_rank_scale,
-                partition=partition_of(weight),
-                tp=tp,
-            )
+def _add_to_parts(module: nn.Module, own: OpenWeights, tp: TensorParallel) -> None:
+    """Adds the differences of all linear maps and norms within `module`."""
+    for path, part in list(module.named_modules()):
+        if isinstance(part, WidenedLinear):
+            _add_low_rank(part, own.low_rank_of(path.rsplit(".", 1)[-1]), own.low_rank_scale, tp)
+        elif own.gains and isinstance(part, WidenedHeadNorm):
+            part.own = RMSNorm(part.base.size, part.base.eps, tp, in_region=True)
+        elif own.gains and isinstance(part, WidenedNorm):
+            (size,) = full_shape_of(part.base.weight)
+            kind = LayerNorm if isinstance(part.base, LayerNorm) else RMSNorm
+            part.own = kind(size, part.base.eps, tp)
+
+
+def _add_low_rank(part: WidenedLinear, rank: int | None, scale: float, tp: TensorParallel) -> None:
+    """Adds a difference s B A of that rank, split as the map is; None: the map has none."""
+    if rank is None:
+        return
+    weight = part.base.get_parameter("weight")
+    size_out, size_in = full_shape_of(weight)
+    part.adapter = LowRankAdapter(
+        (size_out, size_in), rank, scale=scale, partition=partition_of(weight), tp=tp
+    )
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedReader
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -191,10 +192,11 @@ def leave_gradients_in_place(engine: Any, layout: Layout) -> None:
     DeepSpeed copies them into a bucket, divides by 1, and copies them into a second buffer, which
     for 135 M parameters in fp32 takes as long as 60 tokens of a step. The values are the same to
     the bit. ZeRO-2 reduces while gradients come, 16-bit weights round them to a type of their own,
-    and ZeRO-3 has no buckets: these stay as they are.
+    and ZeRO-3 and the optimizer of fp32 sums (`BF16_Optimizer`) have no such buckets: these stay as
+    they are.
     """
     optimizer = engine.optimizer
-    if layout.dp_size > 1 or _is_zero3(optimizer):
+    if layout.dp_size > 1 or not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
     changes_gradients = (
         optimizer.partition_gradients

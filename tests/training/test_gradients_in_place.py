@@ -11,9 +11,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.installation import shipped
 from pipeline.training import deepspeed_internals
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, metrics, train
+from tests.training.runs import in_turn, losses, make_run, metrics, train
 
 
 def _train(config: Path, *, copied: bool) -> bool:
@@ -65,6 +66,15 @@ def test_a_run_has_the_same_bits(tokens: Path, tmp_path: Path, zero, tp_size, ex
     assert in_place.keys() == plain.keys()
     for name, value in plain.items():
         assert in_place[name].equal(value), name
+
+
+def test_a_run_in_16_bits_with_sums_in_fp32_has_no_such_copies(tokens: Path, tmp_path: Path):
+    """The shipped file for one GPU: DeepSpeed has another optimizer for it, without buckets."""
+    file = shipped() / "ds_configs" / "zero1.json"
+    changes = {"method": {"name": "fft"}, "schedule__steps": 2, "deepspeed": str(file)}
+    config = make_run(tmp_path, tokens, **changes)
+    assert run_ranks(partial(_train, copied=False), 1, config) == [False]
+    assert len(losses(tmp_path)) == 2
 
 
 def test_ranks_that_share_the_data_reduce_their_gradients(tokens: Path, tmp_path: Path):

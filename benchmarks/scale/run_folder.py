@@ -21,7 +21,7 @@ from benchmarks.results import BASES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import CHECKPOINT
-from pipeline.checkpoint.rank_files import CheckpointReader, Kind, Span, rank_file, read_index
+from pipeline.checkpoint.rank_files import CheckpointReader, Span, Stored, rank_file, read_index
 from pipeline.methods.build_model import build_model
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
@@ -106,7 +106,7 @@ def _header(spans: dict[str, Span]) -> tuple[dict[str, Any], int]:
     end = 0
     for name, (first, last) in spans.items():
         firsts[name] = first
-        for kind in get_args(Kind):
+        for kind in get_args(Stored):
             begin = end
             end += 4 * (last - first)
             header[f"{name}/{kind}"] = {
@@ -140,7 +140,7 @@ def read_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> Row:
     with measured(row, "restore_"):
         reader = CheckpointReader(index, structure)
         for name, span in partition(sizes, zero, ranks // 2, ranks):
-            for kind in get_args(Kind):
+            for kind in get_args(Stored):
                 reader.read_span(name, kind, 0, 1, span)
     # With the files that it holds open: conversion begins with none.
     del reader

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from pipeline.errors import CheckpointError, faults_of_library
 from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
 
-Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
+Stored = Literal["fp32", "exp_avg", "exp_avg_sq"]
 """The weights as the optimizer holds them, and its moments."""
 Span = tuple[int, int]
 """The first element of a flattened tensor, and the one past the last."""
@@ -48,7 +48,7 @@ class RankState(NamedTuple):
     Attributes:
         first: for each parameter that the rank holds a part of, the first element of that part in
             the flattened shard.
-        values: the parts [n], by `<parameter>/<kind>`.
+        values: the parts [n], by `<parameter>/<stored>`.
         adam_step: how many steps Adam has counted, in the dtype that it counts in.
         random_state: the random state of the device `cpu` and, with a GPU, of `cuda`.
         adam_steps: in a run of several stages, the count of each parameter, because they differ.
@@ -236,7 +236,7 @@ class CheckpointReader:
             count = torch.full_like(count, self._index.adam_steps[name])
         return count.clone()
 
-    def read(self, name: str, kind: Kind = "fp32") -> Tensor:
+    def read(self, name: str, stored: Stored = "fp32") -> Tensor:
         """The whole trained parameter `name`, or a moment of it, in fp32.
 
         Raises:
@@ -251,11 +251,13 @@ class CheckpointReader:
         shard_count = 1 if partition.dim is None else self.tp_size
         shards = []
         for tp_rank in range(shard_count):
-            shard = self._read(name, kind, tp_rank, (0, prod(shard_shape)))
+            shard = self._read(name, stored, tp_rank, (0, prod(shard_shape)))
             shards.append(shard.view(shard_shape))
         return merge(shards, partition, shape[partition.dim or 0])
 
-    def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
+    def read_span(
+        self, name: str, stored: Stored, tp_rank: int, tp_size: int, span: Span
+    ) -> Tensor:
         """Elements `span` of the flattened shard of a parameter, or of its moment.
 
         The shard is the one that `tp_rank` of `tp_size` holds. If the checkpoint has the same
@@ -266,9 +268,9 @@ class CheckpointReader:
         """
         partition = partition_of(self._trained(name))
         if tp_size == self.tp_size:
-            return self._read(name, kind, tp_rank, span)
+            return self._read(name, stored, tp_rank, span)
         # At another size the shard's elements lie in several of the saved shards.
-        shard = split(self.read(name, kind), partition, tp_rank, tp_size)
+        shard = split(self.read(name, stored), partition, tp_rank, tp_size)
         return shard.flatten()[slice(*span)]
 
     def _trained(self, name: str) -> nn.Parameter:
@@ -278,7 +280,7 @@ class CheckpointReader:
             )
         return self._parameters[name]
 
-    def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
+    def _read(self, name: str, stored: Stored, tp_rank: int, span: Span) -> Tensor:
         first_wanted, end_wanted = span
         # Parts follow each other without gaps or overlaps if the checkpoint is whole; the loop
         # below stops at the first gap.
@@ -288,17 +290,17 @@ class CheckpointReader:
         # The last part that begins at or before the first wanted element.
         number_of_first = np.searchsorted(parts[:, 0], first_wanted, "right") - 1
         # A moment follows the weights of the same part, and the second moment the first.
-        kinds_before = get_args(Kind).index(kind)
+        stored_before = get_args(Stored).index(stored)
         at = first_wanted
         with _faults_of(self.folder):
             for first, length, file_number, place in parts[number_of_first:].tolist():
                 end = min(end_wanted, first + length)
                 if not first <= at < end:
                     break
-                start = place + _FLOAT_BYTES * (kinds_before * length + at - first)
+                start = place + _FLOAT_BYTES * (stored_before * length + at - first)
                 # Bytes of the memory map, seen as fp32: nothing is copied but what is wanted.
-                stored = self._file(file_number)[start : start + _FLOAT_BYTES * (end - at)]
-                values[at - first_wanted : end - first_wanted] = stored.view(np.float32)
+                part = self._file(file_number)[start : start + _FLOAT_BYTES * (end - at)]
+                values[at - first_wanted : end - first_wanted] = part.view(np.float32)
                 at = end
         if at < end_wanted:
             raise CheckpointError(

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from pipeline.checkpoint.rank_files import CheckpointReader, Kind
+from pipeline.checkpoint.rank_files import CheckpointReader, Stored
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, ExtensionError, in_one_line
@@ -242,7 +242,7 @@ def destroy(engine: Any, model: nn.Module) -> None:
 
 @torch.no_grad()
 def optimizer_state(
-    engine: Any, model: nn.Module, kind: Optimizer
+    engine: Any, model: nn.Module, chosen: Optimizer
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor]]:
     """What this rank's optimizer holds: `first` and `values` of a `RankState`, and step counts.
 
@@ -253,7 +253,7 @@ def optimizer_state(
     values: dict[str, Tensor] = {}
     adam_steps: dict[str, Tensor] = {}
     for name, shard in _optimizer_shards(model, engine.optimizer):
-        slots, moments = _slots(engine, kind, name, shard)
+        slots, moments = _slots(engine, chosen, name, shard)
         first[name] = shard.first
         adam_steps[name] = slots["step"].clone()
         values[f"{name}/fp32"] = shard.within(shard.flat)
@@ -264,14 +264,14 @@ def optimizer_state(
 
 @torch.no_grad()
 def restore(
-    engine: Any, model: nn.Module, kind: Optimizer, reader: CheckpointReader, tp: TensorParallel
+    engine: Any, model: nn.Module, chosen: Optimizer, reader: CheckpointReader, tp: TensorParallel
 ) -> None:
     """Sets the fp32 weights, moments and step count of this rank's optimizer.
 
     It is no collective; `publish` follows.
     """
     for name, shard in _optimizer_shards(model, engine.optimizer):
-        slots, moments = _slots(engine, kind, name, shard)
+        slots, moments = _slots(engine, chosen, name, shard)
         adam_step = reader.adam_step(name)
         slots["step"] = adam_step.to(shard.flat.device)
         span = (shard.first, shard.first + shard.length)
@@ -287,15 +287,15 @@ def restore(
 
 
 def _slots(
-    engine: Any, kind: Optimizer, name: str, shard: OptimizerShard
-) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:
+    engine: Any, chosen: Optimizer, name: str, shard: OptimizerShard
+) -> tuple[dict[str, Tensor], tuple[Stored, ...]]:
     """What the optimizer holds for `shard.flat`, and the names of its moments.
 
     Before the first step the optimizer has no state: it is made here as the optimizer would.
     """
     optimizer = engine.optimizer.optimizer
     slots: dict[str, Tensor] = optimizer.state[shard.flat]
-    moments = moments_of(kind, name, shard.parameter)
+    moments = moments_of(chosen, name, shard.parameter)
     if not slots:
         slots["step"] = torch.zeros((), device=shard.flat.device)
         for moment in moments:
@@ -303,7 +303,7 @@ def _slots(
     return slots, moments
 
 
-def check_moments(engine: Any, model: nn.Module, kind: Optimizer) -> bool:
+def check_moments(engine: Any, model: nn.Module, chosen: Optimizer) -> bool:
     """Checks that a step stored what checkpoints save.
 
     It is no collective. Returns whether there was a step yet.
@@ -317,10 +317,10 @@ def check_moments(engine: Any, model: nn.Module, kind: Optimizer) -> bool:
         state = states.get(shard.flat)
         if not state:
             return False
-        expected = ["step", *moments_of(kind, name, shard.parameter)]
+        expected = ["step", *moments_of(chosen, name, shard.parameter)]
         if sorted(state) != sorted(expected):
             raise ExtensionError(
-                f"schedule.optimizer {kind.name}: its step stores {', '.join(sorted(state))} of "
+                f"schedule.optimizer {chosen.name}: its step stores {', '.join(sorted(state))} of "
                 f"{name}, expected {', '.join(expected)}, which checkpoints save; correct the "
                 "optimizer's step, or its moments"
             )
@@ -362,18 +362,20 @@ def _optimizer_shards(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, O
             yield name, shard
 
 
-def attach_optimizer(engine: Any, model: nn.Module, kind: Optimizer, groups: ProcessGroups) -> None:
+def attach_optimizer(
+    engine: Any, model: nn.Module, chosen: Optimizer, groups: ProcessGroups
+) -> None:
     """Tells the optimizer what this rank holds of the parameters that it updates.
 
     Every rank tells it of the same parameters in the same order: of some it may hold nothing.
     """
     optimizer = engine.optimizer
     made = optimizer.optimizer
-    if not kind.needs_shards:
+    if not chosen.needs_shards:
         return
     shards: list[OptimizerShard] = []
     for name, weight in named_trained_parameters(model):
-        if not kind.updates(name, weight):
+        if not chosen.updates(name, weight):
             continue
         if _is_zero3(optimizer):
             shards.append(_shard_of_zero3(weight, optimizer))
@@ -383,7 +385,7 @@ def attach_optimizer(engine: Any, model: nn.Module, kind: Optimizer, groups: Pro
         nothing = OptimizerShard(weight, flat, 0, 0, 0)
         shards.append(_shard(weight, optimizer) or nothing)
     if shards:
-        kind.attach(made, shards, groups)
+        chosen.attach(made, shards, groups)
 
 
 def _is_zero3(optimizer: Any) -> bool:

@@ -281,8 +281,8 @@ class Engine:
             first[name] = parameter.first
             adam_steps[name] = parameter.adam_step
             # The weights first, then the moments: a reader counts on this order.
-            for kind, value in parameter.values.items():
-                values[f"{name}/{kind}"] = value
+            for stored, value in parameter.values.items():
+                values[f"{name}/{stored}"] = value
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoint.rank_files import CheckpointReader, Kind
+from pipeline.checkpoint.rank_files import CheckpointReader, Stored
 from pipeline.config.schedule import Schedule
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.optimizers.optimizer import moments_of, optimizer_named
@@ -41,7 +41,7 @@ class ParameterFrozenInStage:
     """
 
     first: int
-    values: dict[Kind, Tensor]
+    values: dict[Stored, Tensor]
     adam_step: int
 
 
@@ -78,12 +78,14 @@ def restored_frozen(
         if length == 0:
             continue
         adam_step = int(reader.adam_step(name))
-        kinds: list[Kind] = ["fp32"]
+        all_stored: list[Stored] = ["fp32"]
         if adam_step > 0:
-            kinds += moments_of(optimizer_named(schedule.optimizer), name, parameter)
-        values: dict[Kind, Tensor] = {}
-        for kind in kinds:
-            values[kind] = reader.read_span(name, kind, tp.rank, tp.size, (first, first + length))
+            all_stored += moments_of(optimizer_named(schedule.optimizer), name, parameter)
+        values: dict[Stored, Tensor] = {}
+        for stored in all_stored:
+            values[stored] = reader.read_span(
+                name, stored, tp.rank, tp.size, (first, first + length)
+            )
         frozen_in_stage[name] = ParameterFrozenInStage(first, values, adam_step)
     return frozen_in_stage
 

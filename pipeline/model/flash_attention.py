@@ -102,8 +102,8 @@ def _unsupported_reason(
     spec: DecoderSpec, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> str | None:
     """Why FlashAttention 4 does not compute the run's attention; None: it does, where installed."""
-    if not spec.is_native:
-        return "transformers computes the base's attention"
+    if spec.library_attention is not None:
+        return spec.library_attention
     if dtype not in (torch.float16, torch.bfloat16):
         return f"FlashAttention 4 takes 16 bits, and the run is in {dtype}".replace("torch.", "")
     if spec.attention_softcap is not None:

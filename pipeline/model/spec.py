@@ -168,6 +168,11 @@ class DecoderSpec:
         """Whether the base has a single residual stream, [B, S, D], which a gate can read."""
         return True
 
+    @property
+    def library_attention(self) -> str | None:
+        """How a library's code attends, as a clause; None: the package's own code does."""
+        return None
+
     def describe_own(self, own: OpenWeights) -> str | None:
         """Which modules have open weights; None: all that the settings name."""
         return None

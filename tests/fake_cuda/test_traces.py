@@ -38,6 +38,8 @@ QUICK = [
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
     "export/adapt/cache/gate/own weights",
     "adapt/hosted llama/export/static/gate",
+    # A window, capped scores, and layers that are computed again.
+    "adapt/hosted gemma2/all",
     # vLLM's class, up to its attention.
     *(f"vllm/{options}" for options in ("adapt", "adapt/gate", "route/gate")),
 ]
@@ -74,27 +76,31 @@ ALL = [
 ONE_DOCUMENT = ("qwen3_next", "mamba")
 """Hosted bases in which documents of one row would see each other."""
 HOSTED = [
-    *(f"adapt/hosted llama/{option}" for option in ("gate", "all", "kl")),
-    *("adapt/hosted gemma2", "adapt/hosted phi", "lora/hosted granite/own rows/own gains"),
-    *(f"adapt/hosted {name}/whole rows" for name in ("gpt2", "gpt_oss", "qwen3_moe/aligned")),
-    *(f"adapt/hosted {name}/aligned" for name in ("deepseek_v3", "ernie4_5_moe")),
-    "adapt/hosted qwen3_next/aligned/whole rows",
+    *(f"adapt/hosted llama/{option}" for option in ("gate", "all", "kl", "fp32")),
+    *("adapt/hosted phi", "lora/hosted granite/own rows/own gains"),
+    *(f"adapt/hosted {name}" for name in ("gpt2", "starcoder2/all", "gemma3")),
+    *(f"adapt/hosted {name}/aligned" for name in ("qwen3_moe", "deepseek_v3", "ernie4_5_moe")),
+    *(f"adapt/hosted {name}/whole rows" for name in ("gpt2", "gemma2", "gpt_oss")),
     *(f"{method}/hosted llama" for method in ("preserve", "lora")),
 ]
+MASKED = "adapt/hosted gpt_oss"
+"""A hosted base whose attention has sinks, which the kernels of native bases do not know."""
 OPEN = "gate/own rows/own gains/low rank"
 MASKS = ("masking_utils.py", "makes a tensor of all pairs of tokens")
+PADDING = ("masking_utils.py", "host waits for a value")
 HOST_INDEX = ("cache_utils.py", "takes a tensor of the host")
 SOFT_CAPPED = ("models/gemma2/modeling_gemma2.py", "makes a tensor of all pairs of tokens")
 WITH_SINKS = ("models/gpt_oss/modeling_gpt_oss.py", "makes a tensor of all pairs of tokens")
 HOSTED_EXPORTS: dict[str, set[tuple[str, str]]] = {
     **{f"{method}/hosted llama/export": set() for method in ("preserve", "adapt")},
     "adapt/hosted llama/export/fp32/gate": set(),
-    f"preserve/hosted llama/export/masked/{OPEN}": {MASKS},
-    "lora/hosted granite/export/masked/gate/own rows/own gains": {MASKS},
+    # It asks whether the mask that `generate` gives hides anything.
+    f"preserve/hosted llama/export/masked/{OPEN}": {MASKS, PADDING},
+    "lora/hosted granite/export/masked/gate/own rows/own gains": {MASKS, PADDING},
     f"adapt/hosted gemma2/export/masked/{OPEN}": {MASKS, SOFT_CAPPED},
     f"adapt/hosted gemma3/export/masked/{OPEN}": {MASKS},
     f"adapt/hosted gpt_oss/export/masked/{OPEN}": {MASKS, WITH_SINKS},
-    f"adapt/hosted qwen3_moe/aligned/export/masked/{OPEN}": {MASKS},
+    f"adapt/hosted qwen3_moe/aligned/export/masked/{OPEN}": {MASKS, PADDING},
     f"adapt/hosted qwen3_next/aligned/export/{OPEN}": set(),
     f"preserve/hosted mamba/export/{OPEN}": set(),
     # What a CUDA graph captures.
@@ -198,8 +204,17 @@ def test_neither_does_that_of_any_family_and_method(trace):
 
 @pytest.mark.full
 def test_neither_does_that_of_a_hosted_base(trace):
-    """But for masks of all pairs of tokens, which transformers makes."""
-    assert with_faults(trace(*HOSTED)) == {}
+    """Nor makes transformers masks, where the kernels of native bases attend."""
+    assert with_faults(trace(*HOSTED, MASKED)) == {}
+
+
+@pytest.mark.full
+def test_transformers_asks_whether_rows_hold_several_documents(trace):
+    """Of bases whose masks it makes: here where each document has a row of its own."""
+    (faults,) = trace("adapt/hosted qwen3_next/aligned/whole rows").values()
+    (wait,) = faults
+    assert wait.startswith("the host waits for a value: pipeline/extensions/hosted/decoder.py")
+    assert "output = body(" in wait
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ and masks of all pairs of tokens count too.
 An export of a full difference (`difference/once/open`, or `closed`) asks on the host what its gate
 opens, and some bases that transformers computes (`hosted mamba`) wait too: there the host gets a
 value for each wait and goes on. Masks of all pairs of tokens are no fault of hosted bases that
-train: transformers makes them.
+train without the kernels of native ones: transformers makes them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 from transformers.initialization import no_init_weights
+from transformers.utils import import_utils
 
 from pipeline.config.base import BaseCode, GradientPrecision
 from pipeline.config.method import Lora, Method
@@ -532,9 +533,19 @@ def as_on_a_gpu(case: Case) -> Iterator[None]:
         patch.setattr(quantized, "gpu_computes_in_fp8", lambda: True)
         # transformers asks before it takes the grouped product of a mixture.
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        # transformers asks tensors without values less than others.
+        patch.setattr(import_utils, "is_fake_tensor", lambda _: False)
         if case.is_captured:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         yield
+
+
+def _makes_masks(case: Case, spec: DecoderSpec | None) -> bool:
+    """Whether tensors of all pairs of tokens are no fault: of masks that transformers makes, and of
+    rows of one document, for which a torch for CPUs has no fused kernel."""
+    if not isinstance(spec, HostedSpec) or case.is_hosted_export:
+        return False
+    return spec.kernels_unsupported_reason is not None or "whole rows" in case.options
 
 
 def traced(case: Case) -> Faults:
@@ -543,7 +554,7 @@ def traced(case: Case) -> Faults:
     if case.method not in (*SERVED, "muon"):
         spec = spec_of(case)
     faults = Faults(
-        masks_of_pairs=case.is_hosted and not case.is_hosted_export,
+        masks_of_pairs=_makes_masks(case, spec),
         names_library=case.is_hosted_export,
     )
     with FakeTensorMode(), as_on_a_gpu(case):

@@ -68,7 +68,7 @@ def test_capped_scores_and_transformers_modules_keep_their_kernels():
     assert "caps" in choose_flash_attention("auto", capped, BF16, HOPPER, VERSION).text
 
     class Hosted:
-        is_native = False
+        library_attention = "transformers computes it"
 
     chosen = choose_flash_attention("auto", Hosted(), BF16, HOPPER, VERSION)
     assert not chosen.fa4 and "transformers" in chosen.text

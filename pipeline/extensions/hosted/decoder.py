@@ -8,15 +8,18 @@ transformers' own forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import BaseModelError, ConfigError
+from pipeline.extensions.hosted import base_attention
 from pipeline.extensions.hosted.added_blocks import AddedLayer
+from pipeline.extensions.hosted.base_attention import BaseAttention
 from pipeline.extensions.hosted.document_rows import DocumentRows
 from pipeline.extensions.hosted.documents import base_inputs
 from pipeline.extensions.hosted.forward_pass import ExpansionHooks, ForwardPass
@@ -90,6 +93,7 @@ class HostedDecoder(CausalDecoder):
         last_gains = own_gains(self.base, last_norms)
         self.own = nested(last_gains)
         self._rotary = RotaryEmbedding()
+        self._base_attention = BaseAttention(self.base)
         layers = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
         self._hooks = ExpansionHooks(self.base, structure, layers, last_gains)
 
@@ -201,11 +205,30 @@ class HostedDecoder(CausalDecoder):
         """The base's last hidden states, after its last norm: [B, S, D]."""
         body = self.base.get_submodule(self.spec.body)
         separation = self.spec.structure.documents
-        inputs = base_inputs(batch, separation, self.base.config, self.dtype)
-        with self._hooks.run(forward_pass):
+        device = batch.tokens.device
+        inputs = base_inputs(
+            batch,
+            separation,
+            self.base.config,
+            self.dtype,
+            by_kernels=self._attends_by_kernels(device),
+        )
+        with self._hooks.run(forward_pass), self._attending(device):
             output = body(input_ids=batch.tokens, **inputs)
         states: Tensor = output.last_hidden_state
         return states
+
+    def _attends_by_kernels(self, device: torch.device) -> bool:
+        """Whether the base attends by the kernels of native bases, without masks."""
+        if self.spec.kernels_unsupported_reason is not None:
+            return False
+        return device.type in base_attention.KERNEL_DEVICES
+
+    def _attending(self, device: torch.device) -> AbstractContextManager[None]:
+        """Within it, layers of the base call the attention of passes on `device`."""
+        if self._attends_by_kernels(device):
+            return self._base_attention.by_kernels()
+        return nullcontext()
 
     def _new_forward_pass(self, batch: TokenBatch, open_tokens: OpenTokens) -> ForwardPass:
         """What a forward of the base on `batch` needs on the side of the expansion."""
@@ -222,6 +245,7 @@ class HostedDecoder(CausalDecoder):
             Context(table, attend),
             open_tokens,
             is_recomputed=self._is_recomputed,
+            attending=partial(self._attending, tokens.device),
             own_input=self.own_input_of(tokens),
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from pipeline.extensions.hosted.base_attention import ROWS, AttentionRows
 from pipeline.extensions.hosted.structure import DocumentSeparation
 from pipeline.model.paths import TokenBatch
 
@@ -21,6 +22,8 @@ def base_inputs(
     separation: DocumentSeparation,
     config: PretrainedConfig,
     dtype: torch.dtype,
+    *,
+    by_kernels: bool,
 ) -> dict[str, Any]:
     """Positions and masks for transformers' forward, and no cache; the tokens are not among them.
 
@@ -29,7 +32,10 @@ def base_inputs(
         separation: how the base keeps documents apart.
         config: the base's.
         dtype: the type of the base, for its masks.
+        by_kernels: whether the base attends by kernels that need no masks (`base_attention`).
     """
+    if by_kernels:
+        return kernel_inputs(batch, separation)
     positions = batch.positions
     if batch.documents is not None and separation != "one_document":
         assert positions is not None, "packed documents have positions"
@@ -39,6 +45,15 @@ def base_inputs(
     # Attention crosses documents here. Without a mask, restarting positions would keep it within.
     everything: Tensor = torch.ones_like(batch.tokens)
     return {"use_cache": False, "position_ids": positions, "attention_mask": everything}
+
+
+def kernel_inputs(batch: TokenBatch, separation: DocumentSeparation) -> dict[str, Any]:
+    """The arguments of a forward pass whose attention is by kernels: positions, and no masks."""
+    inputs: dict[str, Any] = {"use_cache": False}
+    inputs[ROWS] = AttentionRows(batch.tokens, batch.documents)
+    if batch.positions is not None:
+        inputs["position_ids"] = _position_ids(batch.positions, separation)
+    return inputs
 
 
 def document_inputs(
@@ -58,10 +73,8 @@ def document_inputs(
     inputs: dict[str, Any] = {"use_cache": False}
     if separation == "one_document":
         return inputs
-    inputs["position_ids"] = positions
-    if separation == "four_positions":
-        inputs["position_ids"] = positions.expand(4, *positions.shape)
-    elif separation == "mask":
+    inputs["position_ids"] = _position_ids(positions, separation)
+    if separation == "mask":
         inputs["attention_mask"] = _additive(_visible(positions, None), dtype)
     elif separation == "layer_masks":
         config = config.get_text_config()
@@ -71,6 +84,13 @@ def document_inputs(
             "sliding_attention": _additive(_visible(positions, window), dtype),
         }
     return inputs
+
+
+def _position_ids(positions: Tensor, separation: DocumentSeparation) -> Tensor:
+    """The positions [B, S] as a model takes them."""
+    if separation == "four_positions":
+        return positions.expand(4, *positions.shape)
+    return positions
 
 
 def _visible(positions: Tensor, window: int | None) -> Tensor:

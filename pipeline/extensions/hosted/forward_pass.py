@@ -14,7 +14,7 @@ gets the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class ForwardPass:
         context: the rotary table and the attention kernel of the added heads.
         open_tokens: the tokens that read what is added. A gate sets it while the pass runs.
         is_recomputed: whether the backward pass computes a layer again.
+        attending: within what it returns, layers of the base call the pass's attention.
         own_input: what open tokens add to x where weights of their own begin; None: nothing.
         layer: what the blocks of the running layer share.
     """
@@ -77,12 +78,14 @@ class ForwardPass:
         open_tokens: OpenTokens,
         *,
         is_recomputed: Callable[[AddedLayer], bool],
+        attending: Callable[[], AbstractContextManager[None]],
         own_input: OwnInput | None = None,
     ) -> None:
         self.x_up = x_up
         self.context = context
         self.open_tokens = open_tokens
         self.is_recomputed = is_recomputed
+        self.attending = attending
         self.own_input = own_input
         self.layer: LayerRun | None = None
 
@@ -150,7 +153,7 @@ class ExpansionHooks:
             def run(x_up: Tensor | None, *arguments: Any) -> tuple[Any, Tensor | None]:
                 # Bound again where the backward pass recomputes: by then this pass is over, and
                 # another one may be running.
-                with self.run(current):
+                with self.run(current), current.attending():
                     outer = current.layer
                     current.layer = LayerRun(x_up)
                     try:

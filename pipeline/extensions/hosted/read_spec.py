@@ -15,6 +15,7 @@ from transformers.utils import is_accelerate_available
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.extensions.hosted.discovery.context import context_of, independent_context
+from pipeline.extensions.hosted.discovery.document_kernels import kernels_unsupported_reason
 from pipeline.extensions.hosted.discovery.find_structure import build_without_memory, find_structure
 from pipeline.extensions.hosted.discovery.output_formula import find_output_formula
 from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
@@ -118,7 +119,8 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
     """
     structure = find_structure(config)
     _, own_config = model_class_of(config)
-    output = find_output_formula(build_tiny_copy(config), structure, own_config)
+    tiny = build_tiny_copy(config)
+    output = find_output_formula(tiny, structure, own_config)
     output_map = build_without_memory(config).get_submodule(structure.output)
     text = copy.deepcopy(own_config.get_text_config(decoder=True))
     # Gemma 4's heads have other sizes in some layers. Here one is enough: it sizes the added heads.
@@ -142,6 +144,7 @@ def _found_spec(config: PretrainedConfig, recorded: Mapping[str, Any]) -> Hosted
         config=recorded,
         structure=structure,
         independent_context=independent_context(config, structure.documents),
+        kernels_unsupported_reason=kernels_unsupported_reason(tiny, structure.documents),
         body=output.body,
         logit_scale=output.scale,
         output_map_bias=getattr(output_map, "bias", None) is not None,

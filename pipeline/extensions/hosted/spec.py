@@ -50,6 +50,8 @@ class HostedSpec(DecoderSpec):
         output_map_bias: whether the output map has a bias.
         independent_context: up to which length documents of a micro-batch leave each other alone;
             None: at any length.
+        kernels_unsupported_reason: why the base needs masks of all pairs of tokens on a GPU, where
+            the kernels of native bases need none (`base_attention`); None: it needs none.
     """
 
     config: Mapping[str, Any] = field(hash=False)
@@ -58,6 +60,7 @@ class HostedSpec(DecoderSpec):
     logit_scale: LogitScale = LogitScale()
     output_map_bias: bool = False
     independent_context: int | None = None
+    kernels_unsupported_reason: str | None = None
 
     @property
     def longest_document(self) -> int:
@@ -76,6 +79,15 @@ class HostedSpec(DecoderSpec):
     @property
     def has_one_stream(self) -> bool:
         return self.structure.has_one_stream
+
+    @property
+    def library_attention(self) -> str:
+        if self.kernels_unsupported_reason is None:
+            return "transformers computes the base and calls torch's kernels, without masks"
+        attention = "transformers computes the base's attention"
+        if self.structure.documents == "one_document":
+            return attention
+        return f"{attention}, with masks of all pairs of tokens: {self.kernels_unsupported_reason}"
 
     @property
     def quantization(self) -> str | None:
@@ -123,5 +135,7 @@ class HostedSpec(DecoderSpec):
 
     def to_record(self) -> dict[str, Any]:
         values = super().to_record()
+        # Which kernels there are is the library's affair, and may change with its release.
+        del values["kernels_unsupported_reason"]
         values["structure"] = self.structure.to_json()
         return values

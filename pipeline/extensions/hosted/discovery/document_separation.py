@@ -7,6 +7,7 @@ their state on. So it is tried: whether another first document changes the secon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -24,29 +25,50 @@ _LENGTHS = (5, 14, 7)
 _TOLERANCE = 1e-4
 
 
-@torch.no_grad()
-def find_separation(tiny: PreTrainedModel) -> DocumentSeparation:
-    """The first way in which each document of a row gets the logits that it gets alone.
+@dataclass(frozen=True)
+class RowOfDocuments:
+    """A row of several documents, on which ways to keep them apart are tried.
 
-    The ways are tried in the order of `DocumentSeparation`; the last needs nothing.
+    Attributes:
+        parts: the tokens of each, [1, S_i].
+        ids: the tokens of the row, [1, S].
+        positions: [1, S], 0 at the first token of each document.
     """
+
+    parts: tuple[Tensor, ...]
+    ids: Tensor
+    positions: Tensor
+
+    def alone(self, tiny: nn.Module) -> Tensor:
+        """The logits that each document gets alone, [1, S, V]."""
+        logits = [tiny(input_ids=part, use_cache=False).logits for part in self.parts]
+        return torch.cat(logits, dim=1)
+
+
+def row_of_documents() -> RowOfDocuments:
+    """A row of three documents of random tokens, the same at each call."""
     parts: list[Tensor] = []
     positions: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
     for length in _LENGTHS:
         parts.append(torch.randint(20, FIRST_SPECIAL_TOKEN, (1, length), generator=generator))
         positions.append(torch.arange(length)[None])
-    alone: list[Tensor] = []
-    for part in parts:
-        alone.append(tiny(input_ids=part, use_cache=False).logits)
-    ids = torch.cat(parts, dim=1)
+    return RowOfDocuments(tuple(parts), torch.cat(parts, dim=1), torch.cat(positions, dim=1))
+
+
+@torch.no_grad()
+def find_separation(tiny: PreTrainedModel) -> DocumentSeparation:
+    """The first way in which each document of a row gets the logits that it gets alone.
+
+    The ways are tried in the order of `DocumentSeparation`; the last needs nothing.
+    """
+    row = row_of_documents()
+    alone = row.alone(tiny)
     for separation in get_args(DocumentSeparation):
         if separation == "one_document":
             break
-        inputs = document_inputs(
-            separation, tiny.config, torch.cat(positions, dim=1), torch.float32
-        )
-        if _is_separate(tiny, ids, inputs, torch.cat(alone, dim=1)):
+        inputs = document_inputs(separation, tiny.config, row.positions, torch.float32)
+        if _is_separate(tiny, row.ids, inputs, alone):
             return separation
     return "one_document"
 

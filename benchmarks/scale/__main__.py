@@ -26,7 +26,7 @@ from pipeline.extensions.report.figures.style import SOFT, TICK_SIZE
 from pipeline.extensions.report.html_page import write_figure
 from pipeline.files.json_files import read_object, write_json
 
-SUBJECTS = ("corpora", "ranks", "watchdog", "run_folder")
+SUBJECTS = ("corpora", "ranks", "muon", "watchdog", "run_folder")
 _WIDTH = 820.0
 _LINE_HEIGHT = 24.0
 _LEFT = 470.0

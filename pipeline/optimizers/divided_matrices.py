@@ -34,7 +34,8 @@ from pipeline.parallel.sharding import (
 from pipeline.parallel.topology import Layout
 
 BUCKET_ELEMENTS = 2**26
-"""About how many elements a rank receives at a time: 128 MiB in 16 bits."""
+"""About how many elements a rank receives at a time: 128 MiB in 16 bits. Of larger matrices it
+receives one."""
 BATCH_ELEMENTS = 2**26
 """At most how many elements of equal matrices are computed together, unless one has more."""
 
@@ -271,13 +272,15 @@ def _matrices_of(
 
 
 def _buckets(matrices: Sequence[DividedMatrix], ranks: int) -> list[Bucket]:
-    """The matrices in buckets of about `BUCKET_ELEMENTS` a rank.
+    """The matrices in buckets of about `BUCKET_ELEMENTS` a rank, or the largest matrix if it has
+    more: of fewer matrices than ranks, some ranks would compute none.
 
     Under ZeRO-1 and 2 a rank holds consecutive matrices. So each bucket takes some of everywhere:
     of consecutive ones a few ranks would send and receive all they hold, while the others wait.
     """
     total = sum(matrix.size for matrix in matrices)
-    count = -(-total // (BUCKET_ELEMENTS * ranks))  # rounded up
+    largest = max((matrix.size for matrix in matrices), default=0)
+    count = -(-total // (max(BUCKET_ELEMENTS, largest) * ranks))  # rounded up
     # By size, so that the buckets have equal shares of the large ones; equal ones stay in order.
     by_size = sorted(matrices, key=lambda matrix: matrix.size)
     buckets: list[Bucket] = []

@@ -23,7 +23,7 @@ from pipeline.parallel.sharding import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
 _MOMENTUM = 0.95
-_ITERATIONS = 5
+ITERATIONS = 5
 # Jordan et al. 2024. With these, singular values do not converge to 1, but reach a range around it
 # in few iterations, which trains as well.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -148,7 +148,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     # Newton-Schulz converges for singular values up to about 1, and the Frobenius norm bounds the
     # largest one.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         # x <- a x + (b G + c G²) x
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

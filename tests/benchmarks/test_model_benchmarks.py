@@ -11,6 +11,7 @@ from benchmarks import (
     checkpoint,
     expansion_loading,
     generation_speed,
+    host_operations,
     sampling_throughput,
     step_files,
 )
@@ -140,6 +141,28 @@ def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
     for row in rows[:2]:
         assert row["auc"] > 0.99 and row["new_open"] > 0.9 and row["old_open"] < 0.05
     assert NEW in capsys.readouterr().out
+
+
+def test_what_deepspeed_costs_the_host_grows_with_the_trained_tensors(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    options = ["--layers", 2, 3, "--turns", 1, "--ways", "zero1", "zero2"]
+    rows = rows_of(host_operations, tmp_path, monkeypatch, *options)
+    assert [(row["way"], row["layers"]) for row in rows] == [
+        ("zero1", 2),
+        ("zero1", 3),
+        ("zero2", 2),
+        ("zero2", 3),
+    ]
+    for row in rows:
+        for kind in host_operations.KINDS:
+            assert row[f"plain_{kind}"] > 0
+        assert row["plain_calls"] < row["deepspeed_calls"]
+    one, two = json.loads((tmp_path / "out" / "rows.json").read_text())["slopes"]
+    # A hook for each tensor under ZeRO-2, and a loop over them under ZeRO-1.
+    assert one["operations_a_tensor"] > 2 and 10 < one["calls_a_tensor"] < two["calls_a_tensor"]
+    assert "calls a tensor" in capsys.readouterr().out
 
 
 def test_the_files_of_a_plain_step(tmp_path, monkeypatch):

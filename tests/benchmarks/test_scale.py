@@ -7,8 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.scale import __main__ as scale
+from benchmarks.scale import muon
+from pipeline.optimizers.muon import orthogonalised
 
 pytestmark = pytest.mark.full
 
@@ -53,6 +57,24 @@ def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for row in table["rows"]:
             off = {name: row[name] for name in table["goals"] if row[name] > table["goals"][name]}
             assert not off.keys() - {"forward_error"}, "the estimate is what a rank holds and sends"
+
+
+def test_muon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [by_ranks] = tables_of("muon", tmp_path, monkeypatch)
+    two, four, many = by_ranks["rows"]
+    assert two["messages"] == many["messages"] == 2, "one to the owners, and one back"
+    assert two["mean_mib"] > four["mean_mib"] > many["mean_mib"] > 0
+    assert many["ranks"] > many["matrices"] == 14
+    for row in by_ranks["rows"]:
+        assert row["over_best"] <= 1.1
+        assert 1 < row["total_over_busiest"] <= row["ranks"]
+
+
+def test_the_flops_of_muon_are_those_of_its_products():
+    for shape in [(8, 24), (24, 8), (16, 16)]:
+        with FlopCounterMode(display=False) as counter:
+            orthogonalised(torch.ones(1, *shape))
+        assert muon.flops(shape) == counter.get_total_flops()
 
 
 def test_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

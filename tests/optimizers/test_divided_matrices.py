@@ -166,6 +166,21 @@ def test_no_owner_has_more_than_the_mean_and_one_matrix(shapes, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
+def test_each_bucket_has_a_large_matrix_for_every_rank(ranks, monkeypatch):
+    """Ranks that own none of a bucket wait for those that do."""
+    monkeypatch.setattr(divided_matrices, "BUCKET_ELEMENTS", 1)
+    matrices = []
+    for _ in range(4 * ranks):
+        parameter = nn.Parameter(torch.empty(8, 16))
+        shard = OptimizerShard(parameter, torch.empty(0), 0, 0, 0)
+        matrices += _matrices_of(shard, torch.zeros(ranks, 2, dtype=torch.int64), Layout(ranks), 0)
+    buckets = _buckets(matrices, ranks)
+    assert len(buckets) == 4
+    for bucket in buckets:
+        assert sorted(bucket.owners) == list(range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_every_bucket_takes_an_equal_share_of_each_rank(ranks, monkeypatch):
     """ZeRO-1 and 2 give a rank consecutive layers."""
     layers = 16

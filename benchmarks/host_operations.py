@@ -154,7 +154,7 @@ def measure(way: str, layers: int, ranks: int, turns: int, compiled: bool) -> Ro
     def under_deepspeed() -> None:
         total, *_ = engine.loss(batch)
         engine.backward(total)
-        engine.step(1e-3)
+        engine.end_micro_batch(1e-3)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     row: Row = {"way": way, "layers": layers, "tensors": len(trained)}

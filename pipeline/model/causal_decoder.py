@@ -72,14 +72,18 @@ class CausalDecoder(nn.Module, ABC):
         self.layers: nn.ModuleList
         self.own_input: OwnInputRows | None = None
 
-    def add_own_rows(self) -> None:
-        """Adds the own rows of embedding and output, if the plan has any."""
+    def own_row_of(self) -> OwnRowOfToken | None:
+        """Which own row each token has; None if the plan has none."""
         if self.plan is None or self.plan.own is None or self.plan.own.tokens is None:
-            return
-        spec = self.spec
-        row_of = OwnRowOfToken(self.plan.own.tokens, spec.vocab_size, spec.added_tokens)
-        self.output.add_own_rows(row_of)
-        self.own_input = OwnInputRows(row_of, spec.widths.hidden_size, tp=self.tp)
+            return None
+        return OwnRowOfToken(self.plan.own.tokens, self.spec.vocab_size, self.spec.added_tokens)
+
+    def own_input_rows(self) -> OwnInputRows | None:
+        """New rows for the embedding; None if the plan has none."""
+        row_of = self.own_row_of()
+        if row_of is None:
+            return None
+        return OwnInputRows(row_of, self.spec.widths.hidden_size, tp=self.tp)
 
     def own_input_of(self, tokens: Tensor) -> OwnInput | None:
         """What open tokens add to x; None for a model without own input rows."""

@@ -108,6 +108,7 @@ class Decoder(CausalDecoder):
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
+            own_row_of=self.own_row_of(),
             threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
@@ -116,7 +117,7 @@ class Decoder(CausalDecoder):
             self.output.base = self.embedding.base.weight
         if plan is not None:
             add_open_weights(self.layers, self.final_norm, plan, tp)
-            self.add_own_rows()
+        self.own_input = self.own_input_rows()
 
     @property
     def keeps_base(self) -> bool:

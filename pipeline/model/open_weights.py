@@ -6,8 +6,7 @@ weights are differences that start at zero. They begin at one layer, where the p
 closed tokens part (docs/open_weights.md,
 docs/adr/0032-open-tokens-read-weights-of-their-own.md).
 
-A decoder gets them after it is built: `add_open_weights` for its layers and norms,
-`CausalDecoder.add_own_rows` for its embedding and output. Which they are is
+A decoder's layers and norms get them after they are built, by `add_open_weights`. Which they are is
 `pipeline.open_weights`.
 
 Training has no gate: every token is open.

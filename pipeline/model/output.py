@@ -87,6 +87,7 @@ class OutputProjection(nn.Module):
         expansion_size: int | None,
         *,
         new_tokens: int = 0,
+        own_row_of: OwnRowOfToken | None = None,
         threshold: float,
         softcap: float | None = None,
         tp: TensorParallel,
@@ -107,19 +108,16 @@ class OutputProjection(nn.Module):
         if new_tokens:
             both_streams = hidden_size + (expansion_size or 0)
             self.new_rows = sharded_parameter((new_tokens, both_streams), VOCABULARY, tp)
-        self._own_row_of: OwnRowOfToken | None = None
+        self._own_row_of = own_row_of
         self.own_rows: nn.Parameter | None = None
+        if own_row_of is not None:
+            # Every rank has all of them: they are few, and each rank's columns need any of them.
+            shape = (own_row_of.rows, hidden_size)
+            self.own_rows = sharded_parameter(shape, REPLICATED, tp)
         self.reference: nn.Parameter | None = None
         self.vocabulary = LogitColumns(vocab_size, new_tokens, tp)
         self.columns = self.vocabulary.base_count
         self.base_columns = self.vocabulary.base_count
-
-    def add_own_rows(self, own_row_of: OwnRowOfToken) -> None:
-        """Adds the rows that `own_row_of` gives to open tokens."""
-        self._own_row_of = own_row_of
-        # Every rank has all of them: they are few, and each rank's columns need any of them.
-        shape = (own_row_of.rows, self.base.shape[1])
-        self.own_rows = sharded_parameter(shape, REPLICATED, self.tp)
 
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary."""

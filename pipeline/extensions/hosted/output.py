@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.extensions.hosted.spec import HostedSpec
+from pipeline.model.open_weights import OwnRowOfToken
 from pipeline.model.output import OutputProjection
 from pipeline.parallel.topology import SINGLE
 
@@ -17,11 +18,18 @@ from pipeline.parallel.topology import SINGLE
 class HostedOutput(OutputProjection):
     """The output projection whose W_out and bias are those of the base's own module."""
 
-    def __init__(self, spec: HostedSpec, expansion_size: int | None, base_map: nn.Module) -> None:
+    def __init__(
+        self,
+        spec: HostedSpec,
+        expansion_size: int | None,
+        base_map: nn.Module,
+        own_row_of: OwnRowOfToken | None,
+    ) -> None:
         super().__init__(
             spec.vocab_size,
             spec.widths.hidden_size,
             expansion_size,
+            own_row_of=own_row_of,
             threshold=0.0,
             softcap=spec.output_softcap,
             tp=SINGLE,

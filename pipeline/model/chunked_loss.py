@@ -34,7 +34,7 @@ from pipeline.parallel.cross_entropy import (
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports this module
     from pipeline.model.output import OutputProjection
 
 
@@ -77,7 +77,7 @@ class LossSettings:
     """What else the loss depends on; nothing of it gets a gradient.
 
     Attributes:
-        projection: computes the logits; `pipeline.model.output` imports this module.
+        projection: computes the logits.
         targets: [N], IGNORED where nothing is predicted.
         reference: [K, D], the base's hidden states for the first K tokens, whose loss is KL(base ||
             model).

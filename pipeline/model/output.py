@@ -64,7 +64,7 @@ class OutputProjection(nn.Module):
         base: W_out, [V / tp_size, D].
         expansion: W_out^up, [V / tp_size, U].
         new_rows: [n / tp_size, D + U], the rows of tokens from `vocab_size` on, for both streams.
-        own_rows: [r, D], the differences of W_out's rows for open tokens; `own_row_of` says which
+        own_rows: [r, D], the differences of W_out's rows for open tokens; `own_columns` says which
             row a token has.
         reference: a frozen copy of the base's W_out where W_out itself trains.
         kl_coefficient: the factor of KL(base || model) in the loss.

@@ -272,8 +272,10 @@ def _matrices_of(
 
 
 def _buckets(matrices: Sequence[DividedMatrix], ranks: int) -> list[Bucket]:
-    """The matrices in buckets of about `BUCKET_ELEMENTS` a rank, or the largest matrix if it has
-    more: of fewer matrices than ranks, some ranks would compute none.
+    """The matrices in buckets of about `BUCKET_ELEMENTS` a rank.
+
+    A bucket has room for the largest matrix on every rank: with fewer matrices than ranks some
+    ranks would be idle.
 
     Under ZeRO-1 and 2 a rank holds consecutive matrices. So each bucket takes some of everywhere:
     of consecutive ones a few ranks would send and receive all they hold, while the others wait.

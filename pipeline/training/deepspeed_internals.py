@@ -303,10 +303,8 @@ def _slots(
     return slots, moments
 
 
-def check_moments(engine: Any, model: nn.Module, chosen: Optimizer) -> bool:
-    """Checks that a step stored what checkpoints save.
-
-    It is no collective. Returns whether there was a step yet.
+def check_moments(engine: Any, model: nn.Module, chosen: Optimizer) -> None:
+    """Checks that an update stored what checkpoints save. It is no collective.
 
     Raises:
         ExtensionError: it stored something else than `moments` of the run's optimizer, or than
@@ -314,17 +312,15 @@ def check_moments(engine: Any, model: nn.Module, chosen: Optimizer) -> bool:
     """
     states = engine.optimizer.optimizer.state
     for name, shard in _optimizer_shards(model, engine.optimizer):
-        state = states.get(shard.flat)
-        if not state:
-            return False
+        state = states.get(shard.flat, {})
         expected = ["step", *moments_of(chosen, name, shard.parameter)]
         if sorted(state) != sorted(expected):
             raise ExtensionError(
-                f"schedule.optimizer {chosen.name}: its step stores {', '.join(sorted(state))} of "
+                f"schedule.optimizer {chosen.name}: its step stores "
+                f"{', '.join(sorted(state)) or 'nothing'} of "
                 f"{name}, expected {', '.join(expected)}, which checkpoints save; correct the "
                 "optimizer's step, or its moments"
             )
-    return True
 
 
 @torch.no_grad()

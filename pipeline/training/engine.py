@@ -173,7 +173,7 @@ class Engine:
         deepspeed_internals.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
-        # DeepSpeed calls the model: `Decoder.forward` has the fields of a batch in their order.
+        # DeepSpeed calls the model's `forward`, whose arguments are the fields of `MicroBatch`.
         return Losses(*self._engine(*batch))
 
     def backward(self, loss_sum: Tensor) -> None:
@@ -194,20 +194,29 @@ class Engine:
         """Ends a micro-batch; after the last one of a step it updates the weights.
 
         It does not if the gradient is not finite.
-
-        Raises:
-            ExtensionError: the first update stores something else than checkpoints save.
         """
         for group in self._engine.optimizer.param_groups:
             # Set before every step instead of by DeepSpeed's scheduler, which would have a state of
             # its own beside the run's position, and which a rollback would have to turn back.
             group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
-        if not self._moments_checked:
-            # At once: the first save may be hours away, and its checkpoint could not be resumed.
-            self._moments_checked = deepspeed_internals.check_moments(
-                self._engine, self.model, self._optimizer
-            )
+
+    def check_moments(self) -> None:
+        """Checks, after the first update, that it stored what checkpoints save.
+
+        At once, because the first save may be hours away. Every rank must call it.
+
+        Raises:
+            ExtensionError: it stored something else, on the lowest rank that finds it. The other
+                ranks raise SystemExit.
+        """
+        if self._moments_checked:
+            return
+        check = partial(
+            deepspeed_internals.check_moments, self._engine, self.model, self._optimizer
+        )
+        run_on_all_ranks(check)
+        self._moments_checked = True
 
     @property
     def step_applied(self) -> bool:

@@ -263,6 +263,7 @@ class Trainer:
             # Every try counts: this is the time that the run has used.
             after = after.changed(seconds=before.seconds + seconds)
             if totals.applied:
+                self.engine.check_moments()
                 event.seconds = seconds
                 self.position = after
                 self._record(event, totals, rate, recomputed=tried > 0)

@@ -48,7 +48,7 @@ class AttentionRows:
         self._kernels: dict[tuple[Any, ...], Attend] = {}
 
     @property
-    def were_attended(self) -> bool:
+    def was_used(self) -> bool:
         """Whether a layer has asked for a kernel."""
         return bool(self._kernels)
 
@@ -86,7 +86,7 @@ class AttentionRows:
 
 
 class BaseAttention:
-    """Whose attention a base's modules call."""
+    """Switches a base's modules between transformers' attention and `attend`."""
 
     def __init__(self, base: nn.Module) -> None:
         # A multimodal base has a configuration for each part, and some copy theirs for a layer.
@@ -156,11 +156,18 @@ def attend(
         query.dtype, padded, options.get("sliding_window"), scale, options.get("softcap")
     )
     heads = kernel(
-        F.pad(query, (0, padded - size)).transpose(1, 2),
-        F.pad(key, (0, padded - size)).transpose(1, 2),
-        F.pad(value, (0, padded - value_size)).transpose(1, 2),
+        _padded(query, padded).transpose(1, 2),
+        _padded(key, padded).transpose(1, 2),
+        _padded(value, padded).transpose(1, 2),
     )
     return heads[..., :value_size], None
+
+
+def _padded(heads: Tensor, size: int) -> Tensor:
+    """`heads`: [B, H, S, K], with zeros up to [B, H, S, size]."""
+    missing = size - heads.shape[-1]
+    # Padding by nothing would copy.
+    return F.pad(heads, (0, missing)) if missing else heads
 
 
 AttentionInterface.register(NAME, attend)

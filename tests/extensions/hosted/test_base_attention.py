@@ -203,7 +203,10 @@ def test_which_bases_attend_by_kernels_is_tried(model_type, reason):
     layers = {"n_layer": 4} if model_type == "gptj" else {"num_hidden_layers": 4}
     config = CONFIG_MAPPING[model_type](**layers)
     tiny = build_tiny_copy(config)
-    assert kernels_unsupported_reason(tiny, find_separation(tiny)) == reason
+    found = kernels_unsupported_reason(tiny, find_separation(tiny))
+    assert (found is None) == (reason is None)
+    # Behind the reason may stand the error that the code raised.
+    assert str(found).startswith(str(reason))
 
 
 def test_an_attention_that_ignores_its_windows_is_found(monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipeline.errors import in_one_line
 from pipeline.extensions.hosted.base_attention import (
     ROWS,
     BaseAttention,
@@ -45,17 +46,18 @@ def kernels_unsupported_reason(tiny: PreTrainedModel, separation: DocumentSepara
     batches = [TokenBatch(row.ids, row.positions, documents)]
     batches += [TokenBatch(part, None, None) for part in row.parts]
     logits: list[Tensor] = []
+    attention = BaseAttention(tiny)
+    all_inputs = [kernel_inputs(batch, separation) for batch in batches]
     try:
-        for batch in batches:
-            inputs = kernel_inputs(batch, separation)
-            with BaseAttention(tiny).by_kernels():
+        for batch, inputs in zip(batches, all_inputs, strict=True):
+            with attention.by_kernels():
                 logits.append(tiny(input_ids=batch.tokens, **inputs).logits)
-            if not inputs[ROWS].were_attended:
+            if not inputs[ROWS].was_used:
                 return "its attention is code of its own"
     except UnsupportedAttentionError as error:
         return str(error)
-    except Exception:  # noqa: BLE001 - code that reads a mask raises anything without one
-        return "its code does not run without them"
+    except Exception as error:  # noqa: BLE001 - code that reads a mask raises anything without one
+        return f"its code does not run without them ({type(error).__name__}: {in_one_line(error)})"
     for found in (logits[0], torch.cat(logits[1:], dim=1)):
         if found.shape != alone.shape or differs(found, alone, _TOLERANCE).any():
             return "its attention does more than the kernels compute"

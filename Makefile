@@ -16,7 +16,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 real reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
+.PHONY: help install demo smollm2 real reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-startup bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-precision serve-check bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -99,6 +99,9 @@ gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 min
 bench-step: $(STAMP)  ## time of a training step on the CPU: beside transformers' Trainer and PEFT, then of each method
 	$(BIN)/python -m benchmarks.trainer_step --json benchmarks/out/trainer_step.json
 	$(BIN)/python -m benchmarks.gpu_step --cpu --json benchmarks/out/cpu_step.json
+
+bench-startup: $(STAMP)  ## time of every command until its first line, and until its end
+	$(BIN)/python -m benchmarks.startup --json benchmarks/out/startup.json
 
 bench-data: $(STAMP)  ## throughput of tokenization (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python -m benchmarks.tokenize_throughput --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))

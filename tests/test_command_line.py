@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.startup import LIBRARIES
 from pipeline.command_line import (
     fraction,
     mebibytes,
@@ -124,14 +125,29 @@ TEXTS = str(REVIEWS_HELDOUT)
             ("config", "init", "--base", "missing", "--new", TEXTS, "--old", TEXTS),
             "a first configuration for missing",
         ),
+        (("train", DEMO, "--set", "folder=x"), "training "),
+        (("try", DEMO, "--set", "folder=x", "--prepare"), "a small run of demo in x.try"),
+        (("gate", DEMO, "--set", "folder=x"), "the gate of x"),
+        (
+            ("clean", DEMO, "--set", "data.corpora.korean.clean={language: ko}", "--show", "1"),
+            "cleaning of korean",
+        ),
+        (("combinations", "--why", "lora", "compile"), "asking the checks about lora, compile"),
+        (("report", "missing"), "missing: "),
     ],
 )
 def test_a_slow_command_says_at_once_what_it_does(arguments, said, tmp_path):
     (tmp_path / "missing").mkdir()
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    first, *_ = done.stderr.splitlines()
-    assert said in first and "loading the libraries" in first, done.stderr
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline", *arguments]
+    imported: set[str] = set()
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
+        for line in program.stderr or ():
+            if not line.startswith("import time:"):
+                break
+            imported.add(line.rpartition("|")[2].strip().partition(".")[0])
+        program.kill()
+    assert said in line and "loading the libraries" in line
+    assert "argparse" in imported and imported.isdisjoint(LIBRARIES)
 
 
 IN_C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

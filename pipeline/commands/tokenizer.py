@@ -40,6 +40,9 @@ from pipeline.data.tokenizer.sentencepiece_model import (
 from pipeline.errors import ConfigError, DataError, OutputError
 from pipeline.files.publishing import published_file, write_text
 from pipeline.files.reading import read_bytes
+from pipeline.log import get_logger
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +152,7 @@ def _print_table(
 def _train(arguments: argparse.Namespace) -> None:
     """Learns a tokenizer from the input and writes it in the output's format."""
     output: Path = arguments.output
+    _logger.info("reading the texts, then learning %d tokens", arguments.vocab_size)
     documents = texts(arguments.input, text_key=arguments.text_key, max_bytes=arguments.max_mib)
     content = train_model(
         documents,

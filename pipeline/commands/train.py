@@ -57,7 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if arguments.ranks is not None:
         return _start_ranks(arguments)
-    from pipeline.training import launch  # Here, because --help does not wait for torch.
+    _logger.info("training %s: loading the libraries, then the base", arguments.run)
+    from pipeline.training import launch  # Here, because it loads torch.
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
 
@@ -90,7 +91,6 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Trains as one rank; returns the exit code."""
-    _logger.info("training %s: loading the libraries, then the base", arguments.run)
     import torch
 
     from pipeline.training import launch

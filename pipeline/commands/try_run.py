@@ -55,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.run, arguments.set)
     folder = config.folder.with_name(f"{config.folder.name}.try")
+    _logger.info("a small run of %s in %s: loading the libraries", config.name, folder)
     from pipeline.sizing.cluster import cluster_of  # Here, because --help does not wait for torch.
 
     ranks = arguments.ranks or cluster_of(argparse.Namespace()).gpus

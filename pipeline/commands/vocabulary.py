@@ -35,9 +35,11 @@ from pipeline.data.tokenizer.extension.vocabulary import (
     write_extension,
 )
 from pipeline.files.folders import check_replaceable
+from pipeline.log import get_logger
 
 _HELDOUT_FRACTION = 0.02
 """The part of the new texts that is not learned from, and shown in the table."""
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     check_replaceable(arguments.output, VOCABULARY, overwrite=arguments.overwrite)
+    _logger.info("reading the texts, then learning at most %d tokens", arguments.add)
     read = {
         "text_key": arguments.text_key,
         "max_bytes": arguments.max_mib,

@@ -217,8 +217,6 @@ def _this_machine() -> dict[str, object]:
     # Here, because --help does not wait for torch.
     import torch
 
-    from pipeline.sizing.mfu import dense_tflops
-
     on_cpu = not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
     ranks = _wanted_ranks()
     if ranks is None:
@@ -228,6 +226,9 @@ def _this_machine() -> dict[str, object]:
         # Ranks on a CPU share the memory of the machine.
         memory = machine_memory() / ranks
     else:
+        # Here, because on CPUs nothing needs it, and it loads what builds a model.
+        from pipeline.sizing.mfu import dense_tflops
+
         devices = [torch.cuda.get_device_properties(number) for number in range(ranks)]
         # All ranks have the same layout: the smallest GPU decides.
         memory = min(device.total_memory for device in devices)

@@ -21,7 +21,10 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
 from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import MissingPackageError
+from pipeline.log import get_logger
 from pipeline.run_folder.serial_stage import serial_stage
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
     names = [name for name, corpus in config.data.corpora.items() if corpus.clean]
     if not names:
         return  # Every run of slurm/cpt_korean.sh passes here.
+    _logger.info("cleaning of %s: loading the libraries", ", ".join(names))
     try:
         from pipeline.extensions.cleaning.clean import estimate, examples
         from pipeline.extensions.cleaning.stages import cleaning_jobs

@@ -19,6 +19,9 @@ from pipeline.conversion import offered_formats
 from pipeline.errors import ConfigError, did_you_mean
 from pipeline.extensions.compatibility.features import FEATURES, contradicts
 from pipeline.extensions.compatibility.legend import legend
+from pipeline.log import get_logger
+
+_logger = get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +70,7 @@ def _answer(names: list[str]) -> str:
         setting = contradicts(one, other)
         if setting is not None:
             raise ConfigError(f"--why: {one} and {other} are two values of {setting}; name one")
+    _logger.info("asking the checks about %s: loading the libraries", ", ".join(names))
     # Here, because a mistake in a name is reported without waiting for torch.
     from pipeline.extensions.compatibility.ask import format_refusals, refusal
 

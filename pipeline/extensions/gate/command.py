@@ -34,6 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     progress = unfinished_progress(config.folder)
     if progress is not None:
         _logger.info("%s: the run is not finished", progress)
+    _logger.info("the gate of %s: loading the libraries, then the checkpoint", config.folder)
     # Under a lock: two fits would write the same folder.
     with serial_stage(config, "gate", locked=True):
         # After the configuration is checked, so that a mistake in it is reported at once.

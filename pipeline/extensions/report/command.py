@@ -39,14 +39,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    folder = _folder_of(arguments.run)
+    _logger.info("%s: loading the libraries, then reading the run", folder)
     try:
         import matplotlib  # noqa: F401  # the figures of the page need it
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"report: {error.name} is not installed; pip install 'scale-cpt[report]'"
         ) from None
-    folder = _folder_of(arguments.run)
-    _logger.info("%s: loading the libraries, then reading the run", folder)
     from pipeline.extensions.report.recorded_run import read_run
     from pipeline.extensions.report.run_page import run_page, write_figures
     from pipeline.files.publishing import write_text

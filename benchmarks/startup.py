@@ -12,13 +12,16 @@ ones among them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -152,6 +155,8 @@ _IMPORTED = re.compile(r"import time: +\d+ \| +\d+ \| *(\S+)")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAMP = re.compile(r"^\S+ \[main\] . ")
 """What a line of the log begins with."""
+_WINDOW = (24, 80, 0, 0)
+"""Lines and columns of the terminal; its size in pixels is unknown."""
 _SHOWN = 60
 """Characters of a first line that the table has."""
 _SHOWN_OF_FAULT = 3000
@@ -230,6 +235,8 @@ def start(case: Case, run: Path, *options: str) -> Start:
         words = [word.replace("{run}", str(run)).replace("{new}", new) for word in case.words]
         # A terminal: into a pipe Python writes what is printed only when much of it is there.
         terminal, its_end = pty.openpty()
+        # Without a width no progress bar would be drawn.
+        fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", *_WINDOW))
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *options, "-m", "pipeline", *words],

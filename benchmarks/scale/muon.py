@@ -109,7 +109,7 @@ def divided(shapes: Sequence[torch.Size], ranks: int) -> tuple[DividedMatrices, 
         shards.append(OptimizerShard(parameter, flat, start, first, length))
         start += length
     # A fake process group gathers nothing.
-    with patch.object(divided_matrices, "_held_by_all", lambda *_: held):
+    with patch.object(divided_matrices, "_held_by_all", lambda *_: held.tolist()):
         return DividedMatrices(shards, Layout(ranks)), start
 
 

@@ -227,26 +227,26 @@ class DividedMatrices:
         return received.split(list(lengths))
 
 
-def _held_by_all(shards: Sequence[OptimizerShard], layout: Layout) -> Tensor:
-    """Which elements of each parameter's flattened shard each rank holds: int64 [S, R, 2], the
-    first and how many."""
+def _held_by_all(shards: Sequence[OptimizerShard], layout: Layout) -> list[list[tuple[int, int]]]:
+    """Which elements of each parameter's flattened shard each rank holds: the first and how many,
+    by parameter and rank."""
     if not shards:
-        return torch.zeros(0, layout.world_size, 2, dtype=torch.int64)
+        return []
     device = shards[0].flat.device
     own = torch.tensor([(one.first, one.length) for one in shards], device=device)
     if layout.world_size == 1:
-        return own.unsqueeze(1).cpu()
+        return own.unsqueeze(1).tolist()
     held = own.new_empty(layout.world_size, *own.shape)
     dist.all_gather_into_tensor(held.view(-1, 2), own)
-    return held.transpose(0, 1).cpu()
+    return held.transpose(0, 1).tolist()
 
 
 def _matrices_of(
-    shard: OptimizerShard, held: Tensor, layout: Layout, rank: int
+    shard: OptimizerShard, held: Sequence[tuple[int, int]], layout: Layout, rank: int
 ) -> list[DividedMatrix]:
     """The matrices of a parameter: itself, or those of each expert.
 
-    held: int64 [R, 2], see `_held_by_all`.
+    held: by rank, see `_held_by_all`.
     """
     shape = full_shape_of(shard.parameter)
     partition = partition_of(shard.parameter)
@@ -256,16 +256,15 @@ def _matrices_of(
         partition = replace(partition, dim=partition.dim - stacked)
     rows, columns = shape[-2:]
     size = prod(local_shape((rows, columns), partition, layout.tp_size))
-    first, length = held.unbind(-1)
     matrices: list[DividedMatrix] = []
     for number in range(prod(shape[:-2])):
         begin = number * size
-        from_ = first.clamp(min=begin)
-        to = (first + length).clamp(max=begin + size)
         pieces: list[Piece] = []
-        for holder in (to > from_).nonzero().flatten().tolist():
-            at = int(from_[holder])
-            pieces.append(Piece(holder, at - begin, int(to[holder]) - at))
+        for holder, (first, length) in enumerate(held):
+            at = max(first, begin)
+            end = min(first + length, begin + size)
+            if end > at:
+                pieces.append(Piece(holder, at - begin, end - at))
         start = shard.start + max(shard.first, begin) - shard.first
         matrices.append(DividedMatrix((rows, columns), partition, tuple(pieces), start))
     return matrices

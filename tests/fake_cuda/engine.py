@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.recorded_steps import real_batch, real_model
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
+from pipeline.optimizers import divided_matrices
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.fake_cuda.trace import DEVICE, Case, Faults, WatchedKernels, as_on_a_gpu
 from tests.sizing.real_runs import run_config
@@ -66,6 +67,10 @@ def start_ranks() -> None:
     accelerator.device_name = device_name
     accelerator.current_device_name = lambda: str(DEVICE)
     accelerator.device = lambda index=None: DEVICE
+    # Ranks tell each other what they hold of each matrix: here as much as this one.
+    divided_matrices._held_by_all = lambda shards, layout: [
+        [(one.first, one.length)] * layout.world_size for one in shards
+    ]
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # torch's broadcast asks for it
 
 

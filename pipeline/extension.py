@@ -199,6 +199,23 @@ def load_instance(place: str, kind: type[Any]) -> Any:
     return found
 
 
+def load_named(place: str, kind: type[Any], name: str) -> Any:
+    """The instance of `kind` at a place `module:name`, which an extension offers as `name`.
+
+    Raises:
+        ExtensionError: it cannot be loaded, is something else, or has another name.
+    """
+    found = load_instance(place, kind)
+    # What names it later, a group of parameters or a record, has its own name.
+    own_name = getattr(found, "name", None)
+    if own_name != name:
+        raise ExtensionError(
+            f"{place}: name: expected {name}, as its extension offers it, found {own_name!r}; "
+            "correct that extension"
+        )
+    return found
+
+
 def load_class(place: str, kind: type[Any]) -> Any:
     """The subclass of `kind` at a place `module:name`.
 

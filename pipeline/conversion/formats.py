@@ -9,8 +9,8 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import AUTO, offered_formats
 from pipeline.conversion.export_format import ExportFormat
-from pipeline.errors import ConversionError, ExtensionError
-from pipeline.extension import load_instance
+from pipeline.errors import ConversionError
+from pipeline.extension import load_named
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 
@@ -24,15 +24,7 @@ def export_formats() -> Mapping[str, ExportFormat]:
     """
     formats: dict[str, ExportFormat] = {}
     for name, offered in offered_formats().items():
-        place = offered.export_format
-        format: ExportFormat = load_instance(place, ExportFormat)
-        found = getattr(format, "name", None)
-        if found != name:
-            raise ExtensionError(
-                f"{place}: name: expected {name}, as its extension offers it, found {found!r}; "
-                "correct that extension"
-            )
-        formats[name] = format
+        formats[name] = load_named(offered.export_format, ExportFormat, name)
     return formats
 
 

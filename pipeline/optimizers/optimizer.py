@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.config.schedule import Schedule, offered_optimizers
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, ExtensionError
-from pipeline.extension import load_instance
+from pipeline.extension import load_named
 from pipeline.parallel.sharding import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
@@ -89,14 +89,7 @@ def optimizer_named(name: str) -> Optimizer:
         ExtensionError: an extension offers something else under that name.
     """
     place = offered_optimizers()[name]
-    optimizer: Optimizer = load_instance(place, Optimizer)
-    # Groups of parameters name their optimizer, and it is found again by that name.
-    found_name = getattr(optimizer, "name", None)
-    if found_name != name:
-        raise ExtensionError(
-            f"{place}: name: expected {name}, as its extension offers it, found {found_name!r}; "
-            "correct that extension"
-        )
+    optimizer: Optimizer = load_named(place, Optimizer, name)
     # A checkpoint stores the moments of a parameter one after the other: their places, of which a
     # reader knows no other than AdamW's, are their names.
     moments = getattr(optimizer, "moments", None)

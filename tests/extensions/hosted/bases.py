@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,12 @@ def opened(folder: Path) -> HostedFolder:
     base = open_base(folder, "transformers")
     assert isinstance(base, HostedFolder)
     return base
+
+
+def saved_in(folder: Path) -> Callable[[str], HostedFolder]:
+    """Opens a base by its kind, written to `folder` when it is first asked for."""
+    save = cache(lambda kind: save_hosted(kind, folder / kind))
+    return lambda kind: opened(save(kind))
 
 
 def by_transformers(base: HostedFolder, dtype: torch.dtype = torch.float32) -> Any:

@@ -26,7 +26,7 @@ from pipeline.extensions.hosted.discovery.document_separation import find_separa
 from pipeline.extensions.hosted.discovery.tiny_copy import build_tiny_copy
 from pipeline.model.architecture import architecture_of
 from pipeline.model.flash_attention import choose_flash_attention
-from tests.extensions.hosted.bases import by_transformers, hosted, opened, save_hosted
+from tests.extensions.hosted.bases import by_transformers, hosted, saved_in
 from tests.widened import packed, some_batch, some_tokens, trained_gradients
 
 NOISE = 0.05
@@ -47,15 +47,7 @@ LENGTHS = ([9, 14], [16, 7])
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hosted")
-    paths = {}
-
-    def of_kind(name):
-        if name not in paths:
-            paths[name] = save_hosted(name, folder / name)
-        return opened(paths[name])
-
-    return of_kind
+    return saved_in(tmp_path_factory.mktemp("hosted"))
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from tests.extensions.hosted.bases import (
     KINDS,
     by_transformers,
     hosted,
-    opened,
-    save_hosted,
+    saved_in,
 )
 from tests.widened import packed, some_batch, some_tokens, trained_gradients, unwidened
 
@@ -25,15 +24,7 @@ NOISE = 0.05
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hosted")
-    paths = {}
-
-    def of_kind(name):
-        if name not in paths:
-            paths[name] = save_hosted(name, folder / name)
-        return opened(paths[name])
-
-    return of_kind
+    return saved_in(tmp_path_factory.mktemp("hosted"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ import torch
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import is_base
 from tests.extensions.gate.gates import random_gate
-from tests.extensions.hosted.bases import by_transformers, hosted, opened, save_hosted
+from tests.extensions.hosted.bases import by_transformers, hosted, saved_in
 from tests.widened import packed, some_batch, some_tokens, trained_gradients
 
 FULL = pytest.mark.full
@@ -30,15 +30,7 @@ NOISE = 0.05
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hosted")
-    paths = {}
-
-    def of_kind(name):
-        if name not in paths:
-            paths[name] = save_hosted(name, folder / name)
-        return opened(paths[name])
-
-    return of_kind
+    return saved_in(tmp_path_factory.mktemp("hosted"))
 
 
 def of_transformers(folder, tokens):

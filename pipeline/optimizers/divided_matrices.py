@@ -256,15 +256,20 @@ def _matrices_of(
         partition = replace(partition, dim=partition.dim - stacked)
     rows, columns = shape[-2:]
     size = prod(local_shape((rows, columns), partition, layout.tp_size))
+    # Of many ranks few hold any of a stack of many experts.
+    holders: list[tuple[int, int, int]] = []
+    for holder, (first, length) in enumerate(held):
+        if length:
+            holders.append((holder, first, first + length))
     matrices: list[DividedMatrix] = []
     for number in range(prod(shape[:-2])):
         begin = number * size
         pieces: list[Piece] = []
-        for holder, (first, length) in enumerate(held):
+        for holder, first, end in holders:
             at = max(first, begin)
-            end = min(first + length, begin + size)
-            if end > at:
-                pieces.append(Piece(holder, at - begin, end - at))
+            stop = min(end, begin + size)
+            if stop > at:
+                pieces.append(Piece(holder, at - begin, stop - at))
         start = shard.start + max(shard.first, begin) - shard.first
         matrices.append(DividedMatrix((rows, columns), partition, tuple(pieces), start))
     return matrices

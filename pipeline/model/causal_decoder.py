@@ -78,13 +78,6 @@ class CausalDecoder(nn.Module, ABC):
             return None
         return OwnRowOfToken(self.plan.own.tokens, self.spec.vocab_size, self.spec.added_tokens)
 
-    def own_input_rows(self) -> OwnInputRows | None:
-        """New rows for the embedding; None if the plan has none."""
-        row_of = self.own_row_of()
-        if row_of is None:
-            return None
-        return OwnInputRows(row_of, self.spec.widths.hidden_size, tp=self.tp)
-
     def own_input_of(self, tokens: Tensor) -> OwnInput | None:
         """What open tokens add to x; None for a model without own input rows."""
         if self.own_input is None:

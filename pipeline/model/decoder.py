@@ -18,7 +18,7 @@ from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, wide
 from pipeline.model.gated_paths import TokenGate, run_gated, run_routed_with_gate
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
-from pipeline.model.open_weights import add_open_weights
+from pipeline.model.open_weights import OwnInputRows, add_open_weights
 from pipeline.model.output import OutputProjection
 from pipeline.model.paths import (
     LayerPass,
@@ -103,12 +103,13 @@ class Decoder(CausalDecoder):
                 self.mixtures.append(layer.ffn.base)
         self.final_norm = widened_norm(spec, plan, tp)
         self._is_routed = plan is not None and plan.routed
+        own_row_of = self.own_row_of()
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
-            own_row_of=self.own_row_of(),
+            own_row_of=own_row_of,
             threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
@@ -117,7 +118,8 @@ class Decoder(CausalDecoder):
             self.output.base = self.embedding.base.weight
         if plan is not None:
             add_open_weights(self.layers, self.final_norm, plan, tp)
-        self.own_input = self.own_input_rows()
+        if own_row_of is not None:
+            self.own_input = OwnInputRows(own_row_of, hidden_size, tp=tp)
 
     @property
     def keeps_base(self) -> bool:

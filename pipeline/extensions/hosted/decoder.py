@@ -35,6 +35,7 @@ from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context
 from pipeline.model.gated_paths import TokenGate
 from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.open_weights import OwnInputRows
 from pipeline.model.paths import TokenBatch
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
@@ -86,8 +87,10 @@ class HostedDecoder(CausalDecoder):
             of_base = self.base.get_submodule(structure.layer_name(layer))
             self.layers.append(AddedLayer(spec, plan, index, layer, of_base))
         base_map = self.base.get_submodule(structure.output)
-        self.output = HostedOutput(spec, expansion_size, base_map, self.own_row_of())
-        self.own_input = self.own_input_rows()
+        own_row_of = self.own_row_of()
+        self.output = HostedOutput(spec, expansion_size, base_map, own_row_of)
+        if own_row_of is not None:
+            self.own_input = OwnInputRows(own_row_of, spec.widths.hidden_size, tp=SINGLE)
         own = plan.own_in(spec.num_layers)
         last_norms = structure.last_norms if own is not None and own.gains else ()
         last_gains = own_gains(self.base, last_norms)

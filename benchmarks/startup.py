@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks import step_files
 from benchmarks.results import (
     DATA,
     ROOT,
@@ -45,31 +46,20 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "datasets", "datatrove", "mat
 NEW_TEXT = f"{DATA}/ko/reviews.heldout.jsonl.zst"
 OLD_TEXT = f"{DATA}/en/stories.heldout.jsonl.zst"
 CONFIG = f"""
+extends: plain.yaml
 name: startup
-folder: {{folder}}
-base: {STORIES}
-method:
-  name: scale
-  variant: adapt
-  expansion: {{{{hidden_size: 16, intermediate_size: 24, num_attention_heads: 2}}}}
-  l_fp: 2
 data:
-  folder: {{folder}}/tokens
-  sequence_length: 64
   replay_fraction: 0.5
   corpora:
-    korean:
-      input: [{NEW_TEXT}]
-      heldout_input: [{NEW_TEXT}]
     english:
       input: [{OLD_TEXT}]
       heldout_input: [{OLD_TEXT}]
       role: replay
-gate: {{{{}}}}
-schedule: {{{{steps: 3, global_batch_size: 2, micro_batch_size: 1, learning_rate: 1.0e-3}}}}
-validation: {{{{max_sequences: 2}}}}
-deepspeed: ds_configs/zero1_fp32.json
+gate: {{}}
+schedule: {{micro_batch_size: 1}}
 """
+"""What the run has beside that of `benchmarks.step_files`: replay, a gate, and a batch for two
+ranks."""
 _FRESH = ("--set", "folder={new}/run", "--set", "data.folder={new}/tokens")
 """Gives a stage of the run work to do."""
 _CLEANED = (
@@ -207,7 +197,8 @@ def make_run(folder: Path) -> Path:
     """
     config = folder / "startup.yaml"
     run = folder / "run"
-    config.write_text(CONFIG.format(folder=run), encoding="utf-8")
+    (folder / "plain.yaml").write_text(step_files.CONFIG.format(folder=run), encoding="utf-8")
+    config.write_text(CONFIG, encoding="utf-8")
     for command in ("tokenize", "upscale", "train"):
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", command, str(config)],

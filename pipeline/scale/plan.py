@@ -95,6 +95,11 @@ class ExpansionPlan:
             return None
         return self.own
 
+    def has_own_gains(self, layer: int) -> bool:
+        """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
+        own = self.own_in(layer)
+        return own is not None and own.gains
+
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules

@@ -139,9 +139,8 @@ class AddedLayer(nn.Module):
                 self.add_module(name, AddedAttention(spec, plan, layer))
             else:
                 self.add_module(name, AddedFeedForward(spec, plan, layer))
-        own = plan.own_in(layer)
-        self.low_rank = low_rank_differences(of_base, structure.linear_maps, own)
-        norms = structure.norms if own is not None and own.gains else ()
+        self.low_rank = low_rank_differences(of_base, structure.linear_maps, plan.own_in(layer))
+        norms = structure.norms if plan.has_own_gains(layer) else ()
         self.gains = own_gains(of_base, norms)
         # The kinds of parameter groups, as a native base has them.
         self.adapter = nested(self.low_rank)

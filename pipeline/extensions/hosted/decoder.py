@@ -91,8 +91,7 @@ class HostedDecoder(CausalDecoder):
         self.output = HostedOutput(spec, expansion_size, base_map, own_row_of)
         if own_row_of is not None:
             self.own_input = OwnInputRows(own_row_of, spec.widths.hidden_size, tp=SINGLE)
-        own = plan.own_in(spec.num_layers)
-        last_norms = structure.last_norms if own is not None and own.gains else ()
+        last_norms = structure.last_norms if plan.has_own_gains(spec.num_layers) else ()
         last_gains = own_gains(self.base, last_norms)
         self.own = nested(last_gains)
         self._rotary = RotaryEmbedding()

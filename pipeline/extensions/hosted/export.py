@@ -161,7 +161,7 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
         own = plan.own_in(index)
         if own is not None and own.low_rank is not None:
             written["linear_maps"] = list(layer.linear_maps)
-        if own is not None and own.gains:
+        if plan.has_own_gains(index):
             written["norms"] = list(layer.norms)
         layers.append(written)
     values: dict[str, Any] = {
@@ -169,7 +169,6 @@ def _structure(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
         "output": structure.output,
         "shares_keys": structure.shares_keys,
     }
-    own = plan.own_in(spec.num_layers)
-    if own is not None and own.gains:
+    if plan.has_own_gains(spec.num_layers):
         values["last_norms"] = list(structure.last_norms)
     return values

@@ -43,7 +43,7 @@ from pipeline.local_ranks import run_ranks
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.sharding import held_values
+from pipeline.parallel.parameters import held_values
 from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.training import launch
 from pipeline.training.batches import MicroBatch
@@ -208,7 +208,8 @@ class Saver:
 
 def trained_engine(config: RunConfig) -> Engine:
     """An engine with random weights after one step, so that the optimizer has its state."""
-    from pipeline.training.engine import Engine, build_on_device
+    from pipeline.training.engine import Engine
+    from pipeline.training.load_model import build_on_device
 
     spec = read_spec(config.base)
     layout = Layout(RANKS)

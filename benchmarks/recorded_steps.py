@@ -22,7 +22,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import quantization_of
+from pipeline.parallel.parameters import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from pipeline.sizing.live_memory import LiveMemory
 
@@ -75,7 +75,7 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    from pipeline.training.deepspeed_internals import init_distributed
+    from pipeline.training.deepspeed_internals.startup import init_distributed
     from pipeline.training.launch import COLLECTIVE_TIMEOUT
 
     init_distributed("gloo", COLLECTIVE_TIMEOUT)

@@ -34,8 +34,9 @@ from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameters import full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.quantized import QuantizedPrecision
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
+from pipeline.parallel.sharding import split
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 SEED = 7

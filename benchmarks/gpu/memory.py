@@ -20,7 +20,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.micro_batch import measure_micro_batch
 

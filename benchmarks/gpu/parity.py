@@ -26,7 +26,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 
 # By how much logits may differ from those of transformers in fp32. In fp32 only the order of sums
 # differs; in bf16, which has 8 bits, every operation rounds otherwise.

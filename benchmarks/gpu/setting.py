@@ -18,8 +18,8 @@ from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import open_base
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.quantized import Fp8Recipe
-from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.mfu import dense_tflops
 

@@ -18,7 +18,7 @@ from pipeline.methods.build_model import quantize_base
 from pipeline.methods.registry import method_for
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import quantization_of
+from pipeline.parallel.parameters import quantization_of
 from pipeline.parallel.topology import SINGLE
 
 # Settings of variants that have open weights beside Adapt's width.

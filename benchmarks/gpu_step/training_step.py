@@ -14,7 +14,7 @@ from benchmarks.gpu_step.variants import THEIRS, Variant
 from benchmarks.results import Elapsed, Stopwatch
 from pipeline.model.attention import Documents
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 
 
 class TrainingStep:

@@ -17,7 +17,7 @@ from benchmarks.gpu_step.variants import THEIRS, Variant
 from benchmarks.ledger.fusion import fused
 from benchmarks.ledger.tape import Operation, Tape
 from pipeline.extensions.hosted.meta_device import kernels_of_gpus
-from pipeline.model import loss_gradients, output
+from pipeline.model import chunked_loss, output
 from pipeline.parallel import fused_cross_entropy
 
 META = torch.device("meta")
@@ -104,7 +104,7 @@ def recorded(
         patch.setattr(output, "GPU_CHUNK_ELEMENTS", chunk_elements)
         if not fused_loss:
             patch.setattr(output, "compiles_by_default", lambda device: False)
-            patch.setattr(loss_gradients, "SUMS_16_BITS_IN_FP32", False)
+            patch.setattr(chunked_loss, "SUMS_16_BITS_IN_FP32", False)
         if variant.method in THEIRS:
             stack.enter_context(kernels_of_gpus())
         step = RecordedStep(variant, shape)

@@ -35,7 +35,7 @@ from pipeline.model.from_hf import read_spec
 from pipeline.optimizers import divided_matrices
 from pipeline.optimizers.divided_matrices import Bucket, DividedMatrices
 from pipeline.optimizers.muon import ITERATIONS
-from pipeline.parallel.sharding import OptimizerShard
+from pipeline.parallel.parameters import OptimizerShard
 from pipeline.parallel.topology import SINGLE, Layout
 
 MODELS = {

@@ -26,7 +26,7 @@ from pipeline.methods.build_model import build_model
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.observers.metrics import MetricsFiles
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import read_status

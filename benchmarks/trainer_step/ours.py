@@ -82,7 +82,8 @@ def stepper(work: Work) -> Callable[[], Step]:
     device = launch.initialise(launch.read_launch(os.environ))
     # DeepSpeed chooses its accelerator when it is imported: after that.
     from pipeline.training.batches import MicroBatch
-    from pipeline.training.engine import Engine, build_on_device
+    from pipeline.training.engine import Engine
+    from pipeline.training.load_model import build_on_device
     from pipeline.training.step_totals import StepSums
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

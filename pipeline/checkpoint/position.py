@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.config.run import RunConfig
+from pipeline.config.stability import Stability
 
 
 class ManifestSection(BaseModel):
@@ -88,6 +89,12 @@ class Position(ManifestSection):
 
     def changed(self, **changes: object) -> Position:
         return self.model_copy(update=changes)
+
+    def recording(self, record: StepRecord, stability: Stability) -> Position:
+        """A copy with the last step in `recent`, which goes as far back as the detection of spikes
+        needs."""
+        length = stability.window + stability.spike_steps
+        return self.changed(recent=(*self.recent, record)[-length:])
 
     def skipping(self, *steps: int) -> Position:
         """A copy with `steps` added to those that are skipped."""

@@ -29,7 +29,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError, faults_of_library
-from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
+from pipeline.parallel.parameters import full_shape_of, partition_of
+from pipeline.parallel.sharding import local_shape, merge, split
 
 Stored = Literal["fp32", "exp_avg", "exp_avg_sq"]
 """The weights as the optimizer holds them, and its moments."""

@@ -31,8 +31,8 @@ from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
 from pipeline.model.open_weights import OWN_INPUT, OWN_OUTPUT, OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
-from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.parameters import default_dtype, full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_norm import WidenedNorm

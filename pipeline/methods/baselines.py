@@ -22,7 +22,7 @@ from pipeline.model.initial_expansion import initial_a
 from pipeline.model.mixture import Mixture
 from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
+from pipeline.parallel.parameters import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.widened_linear import WidenedLinear
 

@@ -10,8 +10,8 @@ from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameters import named_trained_parameters, partition_of
 from pipeline.parallel.quantized import DEFAULT_RECIPE, Fp8Recipe, QuantizedPrecision
-from pipeline.parallel.sharding import named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 
 

@@ -18,7 +18,7 @@ from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError, did_you_mean
 from pipeline.optimizers.adamw import ADAMW
 from pipeline.optimizers.optimizer import optimizer_named
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
+from pipeline.parallel.parameters import full_shape_of, named_trained_parameters
 
 _PARTS_OF_A_MAP = (
     "expansion_to_base",

@@ -32,8 +32,8 @@ from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import is_base
 from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import fill, full_shape_of, partition_of
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.parameters import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 

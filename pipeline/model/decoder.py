@@ -40,7 +40,7 @@ from pipeline.model.spec import (
 )
 from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.sharding import full_shape_of
+from pipeline.parallel.parameters import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding

@@ -19,7 +19,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
-from pipeline.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from pipeline.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
 
 

@@ -32,14 +32,14 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, Config, hf_tensor
 from pipeline.model.new_tokens import NEW_EMBEDDING, NewTokens, holds_new_tokens
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec, LayerKind, RotarySpec, StoredResidual
-from pipeline.parallel.quantized import fill_quantized, read_partition
-from pipeline.parallel.sharding import (
+from pipeline.parallel.parameters import (
     fill,
     fill_whole,
     full_shape_of,
     partition_of,
     quantization_of,
 )
+from pipeline.parallel.quantized import fill_quantized, read_partition
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialisers
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
-from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import full_shape_of
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.parameters import full_shape_of
 from pipeline.scale.initialisers import (
     base_to_expansion,
     expansion_to_expansion,

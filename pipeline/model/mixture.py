@@ -18,8 +18,9 @@ from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpe
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.expert_rows import gather_tokens, rows_of_held_experts, sum_at_owners
-from pipeline.parallel.linear import ExpertLinear
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
+from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.parameters import sharded_parameter, sum_gradient_over_replicas
+from pipeline.parallel.sharding import REPLICATED
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear

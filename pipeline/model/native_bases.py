@@ -17,7 +17,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.families import FAMILIES, HfTensor, hf_tensor
 from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.linear import ExpertLinear
+from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan

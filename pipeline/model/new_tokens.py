@@ -2,7 +2,7 @@
 
 A run that extends its base's vocabulary trains a row for each new token, with every method. The
 base's own matrices stay as they are: the new rows are parameters of their own, and their logits
-stand behind the base's (`pipeline.parallel.logit_columns`).
+stand behind the base's (`pipeline.parallel.cross_entropy`).
 
 New *tokens* are counted, new *rows* are their weights: `spec.new_tokens` of them have `new_rows`.
 """

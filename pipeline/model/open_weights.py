@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from pipeline.open_tokens import OpenTokens
 from pipeline.open_weights import OpenWeights
 from pipeline.parallel.collectives import leave_region
-from pipeline.parallel.embedding import VocabularyParallelEmbedding
-from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.norms import LayerNorm, RMSNorm
-from pipeline.parallel.sharding import full_shape_of, partition_of
+from pipeline.parallel.layers import LayerNorm, LowRankAdapter, RMSNorm, VocabularyParallelEmbedding
+from pipeline.parallel.parameters import full_shape_of, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_linear import WidenedLinear

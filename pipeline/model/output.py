@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from pipeline.model.chunked_loss import Losses, chunked_loss
+from pipeline.model.chunked_loss import Losses, Projected, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.loss_gradients import Projected
 from pipeline.model.open_weights import (
     OwnColumns,
     OwnRowOfToken,
     add_gradient_of_own_rows_,
     own_logits,
 )
-from pipeline.parallel.embedding import VOCABULARY
-from pipeline.parallel.logit_columns import LogitColumns
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
+from pipeline.parallel.cross_entropy import LogitColumns
+from pipeline.parallel.layers import VOCABULARY
+from pipeline.parallel.parameters import sharded_parameter, sum_gradient_over_replicas
+from pipeline.parallel.sharding import REPLICATED
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens
 from pipeline.scale_math import NEVER, separate_products

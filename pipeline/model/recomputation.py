@@ -24,7 +24,8 @@ from torch.utils.checkpoint import (
 
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.open_tokens import OpenTokens
-from pipeline.parallel.sharding import full_shape_of, local_shape, partition_of
+from pipeline.parallel.parameters import full_shape_of, partition_of
+from pipeline.parallel.sharding import local_shape
 from pipeline.scale.widened_linear import Streams
 
 KeptResults = Literal["nothing", "attention", "products"]

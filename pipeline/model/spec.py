@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.config.base import BaseCode
 from pipeline.errors import LayoutError
 from pipeline.open_weights import OpenWeights
-from pipeline.parallel.norms import NormedChannels, NormKind
+from pipeline.parallel.layers import NormedChannels, NormKind
 from pipeline.scale.plan import Widths
 
 Activation = Callable[[Tensor], Tensor]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.parallel.cross_entropy import greedy_choices_, kl_and_logit_gradient_
-from pipeline.parallel.logit_columns import ColumnRange
+from pipeline.parallel.cross_entropy import ColumnRange, greedy_choices_, kl_and_logit_gradient_
 from pipeline.training.batches import collate
 from pipeline.training.observer import Observer, ValidationEvent
 from pipeline.training.trainer import Trainer

@@ -22,15 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.sharding import (
-    OptimizerShard,
-    Partition,
-    full_shape_of,
-    local_shape,
-    merge,
-    partition_of,
-    split,
-)
+from pipeline.parallel.parameters import OptimizerShard, full_shape_of, partition_of
+from pipeline.parallel.sharding import Partition, local_shape, merge, split
 from pipeline.parallel.topology import Layout
 
 BUCKET_ELEMENTS = 2**26

@@ -19,7 +19,7 @@ from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.optimizers.divided_matrices import DividedMatrices
 from pipeline.optimizers.optimizer import Moment, Optimizer
-from pipeline.parallel.sharding import OptimizerShard
+from pipeline.parallel.parameters import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
 _MOMENTUM = 0.95

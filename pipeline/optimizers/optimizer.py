@@ -17,7 +17,7 @@ from pipeline.config.schedule import Schedule, offered_optimizers
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, ExtensionError
 from pipeline.extension import load_named
-from pipeline.parallel.sharding import OptimizerShard
+from pipeline.parallel.parameters import OptimizerShard
 from pipeline.parallel.topology import ProcessGroups
 
 Moment = Literal["exp_avg", "exp_avg_sq"]

@@ -21,14 +21,8 @@ from torch import Tensor, nn
 from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
-from pipeline.parallel.sharding import (
-    Partition,
-    Rows,
-    full_shape_of,
-    local_shape,
-    partition_of,
-    quantization_of,
-)
+from pipeline.parallel.parameters import full_shape_of, partition_of, quantization_of
+from pipeline.parallel.sharding import Partition, Rows, local_shape
 from pipeline.parallel.topology import TensorParallel
 
 QuantizedPrecision = Literal["fp8", "nf4"]

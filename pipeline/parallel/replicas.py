@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.errors import BaseModelError
+from pipeline.parallel.parameters import partition_of, zero_partition_of
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
-from pipeline.parallel.sharding import partition_of, zero_partition_of
 
 _CHUNK = 2**18
 """Words that are summed at a time: their 64-bit products stay in a processor's cache."""

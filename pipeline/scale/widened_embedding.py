@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import leave_region
-from pipeline.parallel.embedding import VocabularyParallelEmbedding
+from pipeline.parallel.layers import VocabularyParallelEmbedding
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.widened_linear import Streams
 

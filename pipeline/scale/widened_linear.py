@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
-from pipeline.parallel.linear import (
+from pipeline.parallel.layers import (
     ColumnParallelLinear,
     ExpertLinear,
     LowRankAdapter,

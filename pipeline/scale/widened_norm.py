@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
-from pipeline.parallel.norms import LayerNorm, NormedChannels, NormKind, RMSNorm
+from pipeline.parallel.layers import LayerNorm, NormedChannels, NormKind, RMSNorm
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import sum_of_squares

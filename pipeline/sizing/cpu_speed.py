@@ -18,7 +18,7 @@ import torch
 from pipeline.methods.baselines import FullFineTuningMethod
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster, Speed
 from pipeline.sizing.flops import count_flops

@@ -29,7 +29,7 @@ from pipeline.model.recomputation import KeptResults
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.optimizer import Optimizer, moments_of, optimizer_named
-from pipeline.parallel.sharding import (
+from pipeline.parallel.parameters import (
     default_dtype,
     full_shape_of,
     named_trained_parameters,

@@ -13,7 +13,7 @@ from pipeline.model.bases import kind_of
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.optimizer import Optimizer, moments_of, optimizer_named
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 
 

@@ -24,14 +24,6 @@ _REPORTED = {"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning
 """What divergence.json says of the run's position."""
 
 
-def remembered(
-    recent: Sequence[StepRecord], record: StepRecord, stability: Stability
-) -> tuple[StepRecord, ...]:
-    """`recent` and `record`, as far back as `find_spike` may need them."""
-    length = stability.window + stability.spike_steps
-    return (*recent, record)[-length:]
-
-
 def find_spike(
     recent: Sequence[StepRecord],
     stability: Stability,

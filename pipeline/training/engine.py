@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
 
 import deepspeed
 import torch
@@ -16,48 +15,24 @@ from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
-from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import stages_of
-from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.optimizers.optimizer import optimizer_named
 from pipeline.parallel.cross_entropy import greedy_choices_
+from pipeline.parallel.parameters import full_shape_of
 from pipeline.parallel.ranks import run_on_all_ranks
-from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
-from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
+from pipeline.training.deepspeed_internals import gradients, optimizer_state, parameters, startup
 from pipeline.training.frozen_in_stage import (
     ParameterFrozenInStage,
     initially_frozen,
     restored_frozen,
 )
 from pipeline.training.grouped_optimizer import make_optimizer
-
-
-def build_on_device(
-    config: RunConfig,
-    base: BaseFolder,
-    deepspeed_config: DeepSpeedConfig,
-    groups: ProcessGroups,
-    device: torch.device | None = None,
-) -> CausalDecoder:
-    """The run's model with unset values; every rank must call it.
-
-    A rank holds at most the shard that it will train. Under ZeRO-1 and 2 the model is made on
-    `device`, where it stays: the shards of a node's ranks may not fit its host memory.
-    """
-    partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
-    on_device: AbstractContextManager[Any] = nullcontext()
-    if device is not None and deepspeed_config.zero_stage < 3:
-        on_device = device
-    with default_dtype(deepspeed_config.dtype), partitioning, on_device:
-        model = build_model(config, base.spec, groups.tensor_parallel)
-    deepspeed_internals.attach_zero_partitions(model)
-    return model
 
 
 class Engine:
@@ -128,12 +103,12 @@ class Engine:
             frozen_in_stage=model.frozen_in_stage,
             trained_before=trained_before,
         )
-        deepspeed_internals.gather_whole(model.modules_gathered_whole())
+        parameters.gather_whole(model.modules_gathered_whole())
         if deepspeed_config.zero_stage == 3:
-            deepspeed_internals.keep_shared_experts_whole(model)
+            parameters.keep_shared_experts_whole(model)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
-            with deepspeed_internals.frozen_kept_as_read(model):
+            with parameters.frozen_kept_as_read(model):
                 self._engine, *_ = deepspeed.initialize(
                     model=model,
                     optimizer=optimizer,
@@ -148,9 +123,9 @@ class Engine:
                 "file"
             ) from None
         self.model: CausalDecoder = self._engine.module
-        deepspeed_internals.attach_zero_partitions(self.model)
-        deepspeed_internals.attach_optimizer(self._engine, self.model, self._optimizer, groups)
-        deepspeed_internals.leave_gradients_in_place(self._engine, groups.layout)
+        parameters.attach_zero_partitions(self.model)
+        optimizer_state.attach_optimizer(self._engine, self.model, self._optimizer, groups)
+        gradients.leave_gradients_in_place(self._engine, groups.layout)
 
     def _freeze_in_stage(
         self,
@@ -170,7 +145,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the model and the optimizer, before others are made; every rank must call it."""
-        deepspeed_internals.destroy(self._engine, self.model)
+        startup.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
         # DeepSpeed calls the model's `forward`, whose arguments are the fields of `MicroBatch`.
@@ -212,9 +187,7 @@ class Engine:
         """
         if self._moments_checked:
             return
-        check = partial(
-            deepspeed_internals.check_moments, self._engine, self.model, self._optimizer
-        )
+        check = partial(optimizer_state.check_moments, self._engine, self.model, self._optimizer)
         run_on_all_ranks(check)
         self._moments_checked = True
 
@@ -277,7 +250,7 @@ class Engine:
 
         The values are views.
         """
-        first, values, counts = deepspeed_internals.optimizer_state(
+        first, values, counts = optimizer_state.held_by_rank(
             self._engine, self.model, self._optimizer
         )
         adam_step = torch.tensor(0.0)
@@ -311,7 +284,7 @@ class Engine:
         It is no collective: `publish_restored` follows. The base is in the model already.
         """
         reader = CheckpointReader(index, self.model)
-        deepspeed_internals.restore(
+        optimizer_state.restore(
             self._engine, self.model, self._optimizer, reader, self.tensor_parallel
         )
 
@@ -320,4 +293,4 @@ class Engine:
 
         Every rank must call it.
         """
-        deepspeed_internals.publish(self._engine, self.model, step)
+        optimizer_state.publish(self._engine, self.model, step)

@@ -18,15 +18,14 @@ from pipeline.checkpoint.rank_files import CheckpointReader, Stored
 from pipeline.config.schedule import Schedule
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.optimizers.optimizer import moments_of, optimizer_named
-from pipeline.parallel.sharding import (
-    Rows,
+from pipeline.parallel.parameters import (
     fill,
     full_shape_of,
     held_values,
-    local_shape,
     partition_of,
     zero_partition_of,
 )
+from pipeline.parallel.sharding import Rows, local_shape
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
 
 

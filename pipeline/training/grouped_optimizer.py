@@ -12,7 +12,7 @@ from pipeline.config.schedule import Schedule
 from pipeline.methods.parameter_groups import trained_groups
 from pipeline.optimizers.adamw import ADAMW
 from pipeline.optimizers.optimizer import Optimizer, optimizer_named
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 
 
 def make_optimizer(

@@ -187,7 +187,7 @@ def initialise(launch: Launch) -> torch.device:
     under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     # DeepSpeed chooses its accelerator when it is imported.
-    from pipeline.training import deepspeed_internals
+    from pipeline.training.deepspeed_internals.startup import init_distributed
 
     device = torch.device("cpu")
     backend = "gloo"
@@ -200,7 +200,7 @@ def initialise(launch: Launch) -> torch.device:
         os.environ["LOCAL_RANK"] = str(index)
         torch.cuda.set_device(device)
     try:
-        deepspeed_internals.init_distributed(backend, COLLECTIVE_TIMEOUT)
+        init_distributed(backend, COLLECTIVE_TIMEOUT)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         raise RendezvousError(
             f"rank {launch.rank} on {node()} could not meet the others at "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,29 +16,26 @@ from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.checkpoint.rank_files import Index
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
-from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
+from pipeline.config.stage_plan import TrainingStage, stage_after
 from pipeline.errors import UserError
 from pipeline.health.phases import Phases
-from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
     raise_on_all_ranks,
-    run_on_all_ranks,
     warn_on_rank0,
 )
-from pipeline.parallel.replicas import check_frozen_replicas
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.base_copies import hash_base
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
-from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
+from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike
 from pipeline.training.early_stop import cooled_rate
-from pipeline.training.engine import Engine, build_on_device
+from pipeline.training.engine import Engine
 from pipeline.training.launch import StopSignals, extend_collectives
+from pipeline.training.load_model import load_model
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.step_totals import StepSums, StepTotals
-from pipeline.training.validation import HeldoutScore, Validator, check_preservation
+from pipeline.training.validation import HeldoutScore, Validator, check_preservation, score_figures
 
 TRIES = 2
 """How often a step is computed at most.
@@ -244,10 +240,11 @@ class Trainer:
         """
         before = self.position
         number = before.step + 1
-        event = StepEvent(number, self.stage.tokens_per_step, seconds=None, figures={})
+        tokens = self.stage.tokens_per_step
+        event = StepEvent(number, tokens, seconds=None, figures={})
         if self.stage.name:
             event.figures["stage"] = self.stage.number + 1
-        after = before.changed(step=number, tokens_seen=tokens_after(self.stages, number))
+        after = before.changed(step=number, tokens_seen=before.tokens_seen + tokens)
         if number in before.skipped_steps:
             self.position = after
             self._record_skipped(event)
@@ -320,8 +317,7 @@ class Trainer:
         event.figures.update(totals.figures())
         if totals.nll_per_token is not None:
             record = StepRecord(event.step, totals.nll_per_token, totals.gradient_norm)
-            recent = remembered(self.position.recent, record, self.config.stability)
-            self.position = self.position.changed(recent=recent)
+            self.position = self.position.recording(record, self.config.stability)
         if recomputed:
             count = self.position.recomputed_steps + 1
             self.position = self.position.changed(recomputed_steps=count)
@@ -415,33 +411,3 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 
 `pipeline.observers.make_observers` makes those of the configuration.
 """
-
-
-def load_model(
-    inputs: RunInputs, config: RunConfig, groups: ProcessGroups, device: torch.device
-) -> CausalDecoder:
-    """The model before the run's first step; each rank reads only what it will hold.
-
-    `config` is that of the run, or of one of its stages. Every rank must call it.
-
-    Raises:
-        UserError: on the lowest rank that cannot read what it needs. The other ranks raise
-            SystemExit.
-        BaseModelError: on the lowest rank that read other frozen weights than the first rank with
-            its shard. The other ranks raise SystemExit.
-    """
-    started = time.perf_counter()
-    model = build_on_device(config, inputs.base, inputs.deepspeed_config, groups, device)
-    run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))
-    check_frozen_replicas(model, groups.get_data_parallel_group(), groups.layout.expert_size)
-    _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)
-    return model
-
-
-def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
-    """The scores by their names in metrics.jsonl, `<figure>/<corpus>`."""
-    figures: dict[str, float] = {}
-    for corpus, score in scores.items():
-        for figure, value in score.figures().items():
-            figures[f"{figure}/{corpus}"] = value
-    return figures

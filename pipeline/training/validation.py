@@ -62,6 +62,15 @@ class HeldoutScore:
         return figures
 
 
+def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
+    """The scores by their names in metrics.jsonl, `<figure>/<corpus>`."""
+    figures: dict[str, float] = {}
+    for corpus, score in scores.items():
+        for figure, value in score.figures().items():
+            figures[f"{figure}/{corpus}"] = value
+    return figures
+
+
 class Validator:
     """Scores the model on the first `max_sequences` samples of each held-out part."""
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from pipeline.checkpoint.rank_files import CheckpointReader, RankState, write_rank_file
 from pipeline.checkpoint.trained_model import open_trained
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.parallel.sharding import Partition, merge, partition_of
+from pipeline.parallel.parameters import partition_of
+from pipeline.parallel.sharding import Partition, merge
 from tests.bases import STORIES
 from tests.conversion.checkpoints import (
     FFT,

@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig, parse_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.sharding import default_dtype, named_trained_parameters
+from pipeline.parallel.parameters import default_dtype, named_trained_parameters
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.widened import scale_settings, shake, some_batch, started, widened
 

@@ -67,8 +67,8 @@ from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.muon import orthogonalised
 from pipeline.parallel import experts, fused_cross_entropy, quantized
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.quantized import Fp8Recipe, QuantizedPrecision
-from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.imagined_ranks import imagined_expert_ranks
 from pipeline.training.grouped_optimizer import make_optimizer

@@ -30,7 +30,7 @@ from pipeline.gating.folder import HeldoutText, open_gate, write_gate
 from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.extensions.gate.gates import gate_record

@@ -12,7 +12,7 @@ from pipeline.config.method import Method
 from pipeline.errors import ConfigError
 from pipeline.methods.registry import method_for
 from pipeline.methods.scale import upscale
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
 

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.methods.own_tokens import check_min_count, own_tokens_of
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.linear import LowRankAdapter
+from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.widened_linear import WidenedLinear
 from tests.bases import STORIES

@@ -21,7 +21,7 @@ from pipeline.model.attention import (
     _block_mask,
     attention_kernel,
 )
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.tolerances import assert_near, rounding
 from tests.widened import METHODS, SEED, Watched, packed

@@ -18,7 +18,8 @@ from pipeline.model import bases as hosted_bases
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, three_16_bit_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
-from pipeline.parallel.sharding import merge, partition_of
+from pipeline.parallel.parameters import partition_of
+from pipeline.parallel.sharding import merge
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
 from tests.bases import reference, save_base

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import pipeline.model.output as output
 from pipeline.model.families import hf_tensor
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from tests.bases import reference
 from tests.tolerances import PARITY, assert_near
 from tests.widened import (

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from benchmarks.gpu_step.models import our_model
 from pipeline.config.base import Fp8Scaling
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.quantized import Quantization, frozen_product
-from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_tensor_parallel import OWN, Case

@@ -15,7 +15,8 @@ from pipeline.errors import LayoutError
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.expert_rows import rows_of_held_experts
-from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
+from pipeline.parallel.parameters import named_trained_parameters, partition_of
+from pipeline.parallel.sharding import Partition, merge
 from pipeline.parallel.topology import (
     SINGLE,
     ExpertParallel,

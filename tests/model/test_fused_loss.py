@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.model import loss_gradients, output
+from pipeline.model import chunked_loss, output
 from pipeline.parallel import fused_cross_entropy
 from tests.model.test_new_tokens import batch_with_new_tokens, extended
 from tests.model.test_new_tokens import model_of as model_with_new_tokens
@@ -121,7 +121,7 @@ def test_a_product_is_added_to_an_fp32_sum_in_one_operation_on_a_gpu():
     right = torch.zeros(7, 3, dtype=torch.bfloat16, device="meta")
     names = []
     with Watched(lambda operation, taken, made: names.append(str(operation))):
-        loss_gradients.add_product_(total, left, right)
+        chunked_loss.add_product_(total, left, right)
     assert names == ["aten.addmm.dtype_out"]
 
 

@@ -20,7 +20,7 @@ from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.new_tokens import NewTokens
-from pipeline.parallel.logit_columns import LogitColumns
+from pipeline.parallel.cross_entropy import LogitColumns
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import PARITY, assert_near
 from tests.widened import (

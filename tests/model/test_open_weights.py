@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pipeline.model.output as output
 from pipeline.config.method import Lora, ScaleMethod
 from pipeline.model.open_weights import OwnRowOfToken, add_gradient_of_own_rows_, own_logits
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
+from pipeline.parallel.parameters import full_shape_of, named_trained_parameters
 from tests.extensions.gate.gates import random_gate
 from tests.tolerances import PARITY, assert_near
 from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pipeline.methods.registry import method_for
 from pipeline.model.decoder import REFERENCE
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.tolerances import PARITY, assert_near
 from tests.widened import (

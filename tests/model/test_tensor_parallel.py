@@ -22,8 +22,9 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, load_new_tokens, open_base
 from pipeline.model.recomputation import KeptResults
 from pipeline.parallel.cross_entropy import greedy_choices_
+from pipeline.parallel.parameters import named_trained_parameters, partition_of
 from pipeline.parallel.quantized import QuantizedPrecision
-from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
+from pipeline.parallel.sharding import Partition, merge
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_new_tokens import batch_with_new_tokens, extended

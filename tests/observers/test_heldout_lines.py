@@ -18,8 +18,7 @@ from pipeline.config.run import load_config
 from pipeline.observers.heldout_lines import HeldoutLines
 from pipeline.run_folder.metrics import readable
 from pipeline.training.observer import StepEvent, ValidationEvent
-from pipeline.training.trainer import score_figures
-from pipeline.training.validation import HeldoutScore
+from pipeline.training.validation import HeldoutScore, score_figures
 from tests.training.runs import make_run, metrics, write_config
 
 START = {"perplexity/korean": 16.6, "perplexity/english": 3.81, "seconds/data": 1.0}

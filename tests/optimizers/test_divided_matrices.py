@@ -13,14 +13,8 @@ from torch import Tensor, nn
 
 from pipeline.optimizers import divided_matrices
 from pipeline.optimizers.divided_matrices import DividedMatrices, _buckets, _matrices_of, _owners
-from pipeline.parallel.sharding import (
-    REPLICATED,
-    OptimizerShard,
-    Partition,
-    local_shape,
-    sharded_parameter,
-    split,
-)
+from pipeline.parallel.parameters import OptimizerShard, sharded_parameter
+from pipeline.parallel.sharding import REPLICATED, Partition, local_shape, split
 from pipeline.parallel.topology import Layout, TensorParallel
 from tests.distributed import run_ranks
 

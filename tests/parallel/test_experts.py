@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.parallel.experts import grouped_product, has_grouped_product, product_of_each
-from pipeline.parallel.linear import ExpertLinear
+from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.parameters import quantization_of
 from pipeline.parallel.quantized import fill_quantized, read_partition, rounded, stored_parameter
-from pipeline.parallel.sharding import quantization_of, split
+from pipeline.parallel.sharding import split
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 EXPERTS, IN, OUT = 5, 128, 24

@@ -11,8 +11,8 @@ from pipeline.parallel.cross_entropy import (
     kl_and_logit_gradient_,
     nll_and_logit_gradient_,
 )
-from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.fused_cross_entropy import LogitParts
+from pipeline.parallel.layers import VOCABULARY
 from pipeline.parallel.sharding import Partition, merge, split
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.config.base import Fp8Scaling, GradientPrecision
 from pipeline.errors import ConfigError
 from pipeline.parallel import quantized
+from pipeline.parallel.parameters import quantization_of, sharded_parameter
 from pipeline.parallel.quantized import (
     BLOCK,
     DEFAULT_RECIPE,
@@ -30,13 +31,7 @@ from pipeline.parallel.quantized import (
     rounded,
     stored_parameter,
 )
-from pipeline.parallel.sharding import (
-    Partition,
-    local_shape,
-    quantization_of,
-    sharded_parameter,
-    split,
-)
+from pipeline.parallel.sharding import Partition, local_shape, split
 from pipeline.parallel.topology import TensorParallel
 
 FORMS = [("nf4", "tensor"), ("fp8", "tensor"), ("fp8", "row")]

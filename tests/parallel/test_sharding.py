@@ -6,16 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.parallel.sharding import (
-    REPLICATED,
-    Partition,
-    full_shape_of,
-    local_shape,
-    merge,
-    partition_of,
-    sharded_parameter,
-    split,
-)
+from pipeline.parallel.parameters import full_shape_of, partition_of, sharded_parameter
+from pipeline.parallel.sharding import REPLICATED, Partition, local_shape, merge, split
 from pipeline.parallel.topology import TensorParallel
 
 

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from tests.bases import CONFIGS
 from tests.widened import scale_settings, shake, some_tokens, unwidened, widened
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.hf.load import load_hf_model
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.scale_math import NEVER
 from tests.bases import reference
 from tests.conversion.checkpoints import training_decoder

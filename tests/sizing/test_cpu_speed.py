@@ -11,7 +11,7 @@ import torch
 
 from pipeline.methods.baselines import FullFineTuningMethod
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.cpu_speed import cpu_speed, measured_flops_per_second

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.recorded_steps import real_batch, real_model
 from pipeline.errors import LayoutError
-from pipeline.model import loss_gradients, output
+from pipeline.model import chunked_loss, output
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel import fused_cross_entropy
 from pipeline.parallel.topology import Layout, ProcessGroups
@@ -169,7 +169,7 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing, monke
     has the results alone."""
     monkeypatch.setattr(output, "compiles_by_default", lambda device: True)
     monkeypatch.setattr(fused_cross_entropy, "_compiled", results_alone)
-    monkeypatch.setattr(loss_gradients, "add_product_", lambda total, left, right: None)
+    monkeypatch.setattr(chunked_loss, "add_product_", lambda total, left, right: None)
     method, _, precision = method.partition(" ")
     checkpointing, _, kept = checkpointing.partition(" but ")
     changes = {

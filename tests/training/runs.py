@@ -26,8 +26,8 @@ from pipeline.methods.own_tokens import own_tokens_of
 from pipeline.methods.scale import upscale
 from pipeline.model.bases import open_base
 from pipeline.observers.performance import MEASURED
+from pipeline.parallel.parameters import partition_of
 from pipeline.parallel.ranks import summed
-from pipeline.parallel.sharding import partition_of
 from tests.bases import STORIES
 from tests.files import read_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT

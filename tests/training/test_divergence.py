@@ -13,9 +13,9 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 
-from pipeline.checkpoint.position import StepRecord
+from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.config.stability import Stability
-from pipeline.training.divergence import REPORT, find_spike, remembered
+from pipeline.training.divergence import REPORT, find_spike
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
@@ -26,10 +26,10 @@ CLIPPING = 1.0
 
 
 def recent(steps: list[tuple[float, float]], stability: Stability) -> tuple[StepRecord, ...]:
-    records: tuple[StepRecord, ...] = ()
+    position = Position()
     for step, (loss, norm) in enumerate(steps, start=1):
-        records = remembered(records, StepRecord(step, loss, norm), stability)
-    return records
+        position = position.recording(StepRecord(step, loss, norm), stability)
+    return position.recent
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,13 @@ def test_a_spike_is_several_consecutive_steps_above_the_median(last, found):
 
 def test_an_ordinary_run_has_no_spike():
     draw = random.Random(0)
-    stability, records = Stability(), ()
+    stability, position = Stability(), Position()
     for step in range(1, 5000):
         loss = 2 + 8 * 0.995**step + draw.gauss(0, 0.3)  # of a batch far smaller than any in use
-        records = remembered(records, StepRecord(step, loss, draw.lognormvariate(0, 1)), stability)
-        assert not find_spike(records, stability, CLIPPING)
-    assert len(records) == stability.window + stability.spike_steps
+        record = StepRecord(step, loss, draw.lognormvariate(0, 1))
+        position = position.recording(record, stability)
+        assert not find_spike(position.recent, stability, CLIPPING)
+    assert len(position.recent) == stability.window + stability.spike_steps
 
 
 SETTINGS: dict[str, Any] = {

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.config.run import load_config
 from pipeline.files.hashes import file_hash
 from pipeline.model.base_folder import INDEX_FILE, BaseFolder
-from pipeline.parallel.sharding import full_shape_of, held_values
+from pipeline.parallel.parameters import full_shape_of, held_values
 from pipeline.parallel.topology import ProcessGroups
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
@@ -115,7 +115,7 @@ def devices(config):
     from pipeline.checks.checklist import check_stage
     from pipeline.methods.registry import training_method
     from pipeline.parallel.topology import ProcessGroups
-    from pipeline.training.engine import build_on_device
+    from pipeline.training.load_model import build_on_device
 
     inputs = check_stage(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
@@ -142,7 +142,8 @@ def test_what_is_replaced_exists():
 def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int, int]:
     """Trains; the exit code, how many elements DeepSpeed broadcast, and how many train."""
     start_deepspeed()
-    from pipeline.training import deepspeed_internals, trainer
+    from pipeline.training import trainer
+    from pipeline.training.deepspeed_internals import parameters
 
     sent: list[int] = []
     engines: list[trainer.Engine] = []
@@ -157,11 +158,11 @@ def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int,
         return engines[-1]
 
     Engine = trainer.Engine  # noqa: N806
-    kept = nullcontext if all_parameters else deepspeed_internals.frozen_kept_as_read
+    kept = nullcontext if all_parameters else parameters.frozen_kept_as_read
     with (
         patch.object(deepspeed.comm, "broadcast", counted),
         patch.object(trainer, "Engine", remembered),
-        patch.object(deepspeed_internals, "frozen_kept_as_read", kept),
+        patch.object(parameters, "frozen_kept_as_read", kept),
     ):
         code = train(config)
     marked = [one for one in engines[0].model.parameters() if hasattr(one, "ds_optim_param")]

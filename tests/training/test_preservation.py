@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files.hashes import file_hash
-from pipeline.parallel.sharding import fill_whole
+from pipeline.parallel.parameters import fill_whole
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train
 

@@ -28,7 +28,7 @@ from pipeline.methods.build_model import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.bases import kind_of
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster

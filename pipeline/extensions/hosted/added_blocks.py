@@ -25,7 +25,7 @@ from pipeline.model.decoder_layer import Context
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS
 from pipeline.open_tokens import OpenTokens
-from pipeline.parallel.norms import RMSNorm
+from pipeline.parallel.layers import RMSNorm
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, Module, Widths
 

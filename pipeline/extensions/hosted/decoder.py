@@ -39,8 +39,7 @@ from pipeline.model.open_weights import OwnInputRows
 from pipeline.model.paths import TokenBatch
 from pipeline.model.rotary import RotaryEmbedding
 from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
-from pipeline.parallel.embedding import VocabularyParallelEmbedding
-from pipeline.parallel.norms import RMSNorm
+from pipeline.parallel.layers import RMSNorm, VocabularyParallelEmbedding
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan, added_widths
 

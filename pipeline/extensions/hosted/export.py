@@ -24,7 +24,7 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
-from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.parameters import named_trained_parameters
 from pipeline.scale.plan import ExpansionPlan, Widths, added_widths
 
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")

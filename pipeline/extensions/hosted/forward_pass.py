@@ -28,7 +28,7 @@ from pipeline.extensions.hosted.structure import HIDDEN_STATES, HostedBlock, Hos
 from pipeline.model.decoder_layer import Context
 from pipeline.model.open_weights import OwnInput
 from pipeline.open_tokens import OpenTokens
-from pipeline.parallel.linear import LowRankAdapter
+from pipeline.parallel.layers import LowRankAdapter
 
 
 class LayerRun:

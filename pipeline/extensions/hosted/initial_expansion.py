@@ -21,7 +21,7 @@ from pipeline.extensions.hosted.input_scales import LAST, input_scales
 from pipeline.extensions.hosted.structure import HostedBlock
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
 from pipeline.model.initial_expansion import BlockSource, blocks_of_module, linear_blocks
-from pipeline.parallel.linear import LowRankAdapter
+from pipeline.parallel.layers import LowRankAdapter
 from pipeline.scale.initialisers import leading_columns
 
 # Smaller matrices than this part of a block's largest are routers and gates, not maps of the block.

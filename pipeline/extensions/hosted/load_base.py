@@ -11,7 +11,7 @@ from pipeline.errors import BaseModelError
 from pipeline.extensions.hosted.decoder import HostedDecoder
 from pipeline.extensions.hosted.folder import HostedFolder
 from pipeline.extensions.hosted.quantized_maps import as_matrix
-from pipeline.parallel.sharding import quantization_of, zero_partition_of
+from pipeline.parallel.parameters import quantization_of, zero_partition_of
 
 
 @torch.no_grad()

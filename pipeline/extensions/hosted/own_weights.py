@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from pipeline.extensions.hosted.own_calls import call_with_own_gain
 from pipeline.extensions.hosted.transformers_model import linear_sizes
 from pipeline.open_weights import OpenWeights
-from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import REPLICATED, full_shape_of, sharded_parameter
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.parameters import full_shape_of, sharded_parameter
+from pipeline.parallel.sharding import REPLICATED
 from pipeline.parallel.topology import SINGLE
 
 

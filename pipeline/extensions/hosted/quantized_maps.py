@@ -21,13 +21,13 @@ from pipeline.errors import BaseModelError
 from pipeline.extensions.hosted.decoder import HostedDecoder
 from pipeline.extensions.hosted.spec import HostedSpec
 from pipeline.extensions.hosted.transformers_model import build_base
+from pipeline.parallel.parameters import quantization_of
 from pipeline.parallel.quantized import (
     Fp8Recipe,
     QuantizedPrecision,
     frozen_product,
     stored_parameter,
 )
-from pipeline.parallel.sharding import quantization_of
 
 
 def quantize_maps(model: HostedDecoder, precision: QuantizedPrecision, recipe: Fp8Recipe) -> None:

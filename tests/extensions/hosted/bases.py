@@ -19,7 +19,7 @@ from pipeline.methods.registry import method_for
 from pipeline.model.bases import load_base, open_base
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.from_hf import is_base
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.bases import copy_tokenizer, random_model
 from tests.widened import SEED, scale_settings, shake

@@ -13,8 +13,8 @@ from pipeline.errors import BaseModelError
 from pipeline.extensions.hosted.quantized_maps import quantized_share
 from pipeline.methods.build_model import build_model
 from pipeline.model.bases import load_base
+from pipeline.parallel.parameters import quantization_of
 from pipeline.parallel.quantized import rounded
-from pipeline.parallel.sharding import quantization_of
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import run_ranks
 from tests.extensions.hosted.bases import by_transformers, opened, save_hosted

@@ -1,25 +1,54 @@
-"""Linear layers on one rank's shard, and LoRA's adapter of one.
+"""The layers of one tensor-parallel rank: embedding and linear maps on their shards, LoRA's adapter
+of a linear map, and norms whose gains every rank holds.
 
 They do not communicate: `collectives.enter_region` and `leave_region` enclose several of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import counted_once
 from pipeline.parallel.experts import grouped_product
-from pipeline.parallel.quantized import frozen_product
-from pipeline.parallel.sharding import (
-    REPLICATED,
-    Partition,
+from pipeline.parallel.parameters import (
     quantization_of,
     sharded_parameter,
     sum_gradient_over_replicas,
     used_between_regions,
 )
+from pipeline.parallel.quantized import frozen_product
+from pipeline.parallel.sharding import REPLICATED, Partition
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import layer_norm_by, rms_normalised, sum_of_squares, with_gain
+
+VOCABULARY = Partition(dim=0, padded=True)
+NormKind = Literal["rmsnorm", "layernorm"]
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Looks up tokens in this rank's rows of the vocabulary; tokens of other ranks give zeros.
+
+    tokens: [B, S], result: [B, S, D], a partial sum over the ranks.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((vocab_size, hidden_size), VOCABULARY, tp)
+        self.first, self.stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        # A token of another rank looks up row 0 and is then zeroed: exactly one rank contributes,
+        # so the sum over the ranks is exact in any order.
+        elsewhere = (tokens < self.first) | (tokens >= self.stop)
+        rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -156,3 +185,93 @@ class LowRankAdapter(nn.Module):
         reduced = F.linear(x, sum_gradient_over_replicas(self.a, self.tp))
         # The scale on the narrow activations: `rank` channels, not `out`.
         return F.linear(reduced * self.scale, sum_gradient_over_replicas(self.b, self.tp))
+
+
+@dataclass(frozen=True)
+class NormedChannels:
+    """How an RMSNorm's mean square counts the channels of a base that was widened before.
+
+    It counts the first `size` channels fully and the others times `rest_scale`, by which the base's
+    folder stores them. The divisor is the full width.
+    """
+
+    size: int
+    rest_scale: float
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> [..., 1], in fp32."""
+        return sum_of_squares(x, self.size, self.rest_scale)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32; x: [..., size].
+
+    Attributes:
+        gain_offset: the gain is 1 + weight.
+        shared: how the weight's gradient is summed over ranks. In a region (`in_region`) x is this
+            rank's heads; between regions it is, under sequence parallelism, this rank's positions.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        *,
+        gain_offset: bool = False,
+        in_region: bool = False,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.gain_offset = gain_offset
+        self.tp = tp
+        self.shared = sum_gradient_over_replicas if in_region else used_between_regions
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+
+    def normalised(self, x_fp32: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        """x in fp32 over its root mean square; `mean_square` [..., 1] takes the place of its own.
+
+        It reads no parameter, so that it may be called outside `forward` under ZeRO-3 too.
+        """
+        # The fused kernel where the norm is of x alone. A widened norm has the mean square of base
+        # channels only (scale.widened_norm), for which torch has no kernel.
+        if mean_square is None:
+            return F.rms_norm(x_fp32, x_fp32.shape[-1:], eps=self.eps)
+        return rms_normalised(x_fp32, mean_square, self.eps)
+
+    def forward(
+        self, x: Tensor, mean_square: Tensor | None = None, *, normal: Tensor | None = None
+    ) -> Tensor:
+        """`mean_square` [..., 1], if given, takes the place of the mean square of x.
+
+        `normal` is what `normalised` makes of x, where the caller has it for several norms: each
+        would keep its own for the backward pass.
+        """
+        # The copies of the gain on all ranks get equal gradients only after a sum: each rank has
+        # other heads, or other positions. DeepSpeed reduces over data-parallel ranks only.
+        weight = self.shared(self.weight, self.tp)
+        if normal is None:
+            normal = self.normalised(x.float(), mean_square)
+        return with_gain(normal, weight, x.dtype, self.gain_offset)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean) / std · weight + bias; x: [..., size].
+
+    Mean and variance are taken of `statistics_of` where it is given.
+    """
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps = eps
+        self.tp = tp
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+        self.bias = sharded_parameter((size,), REPLICATED, tp)
+
+    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+        weight = used_between_regions(self.weight, self.tp)
+        bias = used_between_regions(self.bias, self.tp)
+        if statistics_of is None:
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        return layer_norm_by(statistics_of, x, weight, bias, self.eps)

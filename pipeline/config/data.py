@@ -108,9 +108,8 @@ class Corpus(Section):
     """One source of documents, tokenized into `<data.folder>/<name>` and `<name>.heldout`."""
 
     input: Texts = []
-    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that
-    `datasets` saved; URLs of object stores, `s3://bucket/*.parquet`; or datasets on the
-    hub, `hf://org/name[/config][@revision][/split][?files=N]`"""
+    """files, patterns, URLs of object stores, or datasets on the hub, in the formats of
+    docs/data.md"""
     clean: Cleaning | None = None
     """how scale-cpt clean filters the documents of `input` before they are tokenized; default: no
     filter"""
@@ -126,9 +125,8 @@ class Corpus(Section):
     prompt_key: str | None = None
     """field or column with a prompt, which is read and not learned; default: no prompts"""
     messages_key: str | None = None
-    """field or column with a chat, a list of {role, content} or {from, value}: the tokenizer's
-    template frames it, and the loss is on the assistant's messages; with role self_generated the
-    base writes each answer; default: documents are no chats"""
+    """field or column with a chat, a list of {role, content} or {from, value}; the loss is on the
+    assistant's messages; with role self_generated the base writes each answer; default: no chats"""
     document: Literal["line", "file"] = "line"
     """what one document of a .txt file is: a line, or the whole file of up to 32 MiB"""
     encoding: str | None = None
@@ -140,7 +138,7 @@ class Corpus(Section):
     """nfc: composes texts before they are tokenized; default: texts stay as they are"""
     special_tokens: Literal["text", "control"] | None = None
     """what the spelling of a special token, such as </s>, in a text becomes: text, or that token;
-    default: text where the tokenizer can, and a chat with such a message is rejected"""
+    default: text where the tokenizer can; a chat with it is rejected"""
     max_unknown_fraction: Fraction = 0.01
     """largest share of unknown tokens; tokenization stops beyond it"""
     allow_damaged: bool = False

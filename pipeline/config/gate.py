@@ -35,15 +35,13 @@ class GateSettings(Section):
     layer: NonNegativeInt | None = None
     """layer before which the gate reads the stream; default: the last place where it is exactly the
     base's: after the last layer (preserve, route), before l_fp (adapt) or own_first_layer (open
-    weights), but 2 where that is 0, and for fft. Layers from there to a gate further up run twice,
-    for fft all below the gate"""
+    weights), but 2 where that is 0, and for fft"""
     negatives: list[CorpusName] = []
     """corpora on whose text the gate learns to stay closed; default: those of role self_generated,
     or else of role replay"""
     negatives_file: Path | Literal["shipped"] | None = "shipped"
     """further text on which it learns to stay closed, of many kinds: JSON lines with `kind` and
-    `text`; shipped: languages, scripts, code, formulas and tables that come with scale-cpt; null:
-    none. Kinds that look like the new text are left out"""
+    `text`; shipped: the file that comes with scale-cpt; null: none"""
     leave_out: list[str] = []
     """further kinds of negatives_file that are left out, such as nb for Norwegian"""
     tokens: PositiveInt = 100_000

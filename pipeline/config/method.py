@@ -194,10 +194,9 @@ class Lora(MethodSettings):
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
     """linear maps with an adapter, in every layer; default: all"""
     own_rows: OwnRows | Literal["all"] | None = None
-    """trained differences of embedding and output rows, for tokens that the gate opens: of frequent
-    tokens, or of all"""
+    """as in method scale"""
     own_gains: bool = False
-    """whether gains of norms have trained differences, for tokens that the gate opens"""
+    """as in method scale"""
     own_first_layer: NonNegativeInt = 0
     """first layer with adapters and own gains; own rows enter there"""
 

@@ -33,10 +33,8 @@ _OF_DATA = ("sequence_length", "replay_fraction", "self_generated_fraction")
 
 
 class Stage(Section):
-    """A stage of the training (docs/stages.md).
-
-    Settings that a stage leaves out are as in `schedule` and `data`.
-    """
+    """A stage of the training (docs/stages.md). What it leaves out is as in `schedule` and
+    `data`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """name of the stage, of letters, digits, dots, dashes and underscores"""
@@ -46,32 +44,27 @@ class Stage(Section):
     """which of the method's parameters train, by kind of block (`new_tokens`) or by pattern of
     parameter names (`output.new_rows`); default: all of them"""
     learning_rate: PositiveFloat | None = None
-    """peak learning rate; default: schedule.learning_rate"""
+    """in place of schedule.learning_rate"""
     decay: DecayShape | None = None
-    """shape of the learning rate's decay; default: schedule.decay"""
+    """in place of schedule.decay"""
     warmup_fraction: Fraction | None = None
-    """share of the stage's steps over which the learning rate rises; default:
-    schedule.warmup_fraction"""
+    """in place of schedule.warmup_fraction: share of the stage's steps"""
     decay_fraction: Fraction | None = None
-    """for decay wsd: share of the stage's steps, at its end, over which the learning rate falls;
-    default: schedule.decay_fraction"""
+    """in place of schedule.decay_fraction: share of the stage's steps"""
     final_learning_rate_fraction: Fraction | None = None
-    """learning rate at the end of the stage, as a share of its peak; default:
-    schedule.final_learning_rate_fraction"""
+    """in place of schedule.final_learning_rate_fraction: share of the stage's peak"""
     global_batch_size: PositiveInt | None = None
-    """sequences per optimizer step; default: schedule.global_batch_size"""
+    """in place of schedule.global_batch_size"""
     micro_batch_size: PositiveInt | None = None
-    """sequences that a rank processes at a time; default: schedule.micro_batch_size"""
+    """in place of schedule.micro_batch_size"""
     sequence_length: PositiveInt | None = None
-    """tokens per training sample; default: data.sequence_length, which validations always have"""
+    """in place of data.sequence_length, which validations always have"""
     weights: dict[CorpusName, Annotated[float, Field(ge=0)]] = {}
-    """weights of corpora, by name, in place of data.corpora.<name>.weight; a corpus of weight 0 is
-    not read"""
+    """in place of data.corpora.<name>.weight, by name; a corpus of weight 0 is not read"""
     replay_fraction: Fraction | None = None
-    """share of the samples drawn from the corpora of role replay; default: data.replay_fraction"""
+    """in place of data.replay_fraction"""
     self_generated_fraction: Fraction | None = None
-    """share of the samples drawn from the corpora of role self_generated; default:
-    data.self_generated_fraction"""
+    """in place of data.self_generated_fraction"""
     passage_steps: NonNegativeInt = 0
     """first steps over which the proportions of the corpora change linearly from the stage
     before"""

@@ -98,9 +98,9 @@ def tables() -> Iterator[str]:
     """The lines of all tables, each as soon as it is known."""
     reasons = Reasons()
     settings = [(name,) for name in SETTINGS]
-    yield from _matrix("A method with a setting", settings, METHODS, reasons)
+    yield from _matrix("A method with a setting", "method", settings, METHODS, reasons)
     yield from _refused_pairs(reasons)
-    yield from _matrix("A base", ROWS_OF_BASES, BASES, reasons)
+    yield from _matrix("A base", "base", ROWS_OF_BASES, BASES, reasons)
     yield from _exports(reasons)
     yield from ("", "## Reasons", "")
     yield from table_head("number", ["what the check says"])
@@ -108,16 +108,28 @@ def tables() -> Iterator[str]:
 
 
 def _matrix(
-    title: str, rows: Iterable[tuple[str, ...]], columns: Iterable[str], reasons: Reasons
+    title: str,
+    kind: str,
+    rows: Iterable[tuple[str, ...]],
+    columns: Iterable[str],
+    reasons: Reasons,
 ) -> Iterator[str]:
+    """A table of the rows with a refusal, and a line that names the others; `kind` is what the
+    columns are."""
     yield from ("", f"## {title}", "")
     names = list(columns)
     yield from table_head("", names)
+    working: list[str] = []
     for row in rows:
         cells: list[str] = []
         for column in names:
             cells.append(reasons.cell(refusal([*row, column])))
-        yield table_row(row, cells)
+        if set(cells) == {WORKS}:
+            working.append(", ".join(row))
+        else:
+            yield table_row(row, cells)
+    if working:
+        yield from ("", f"Every {kind} works with {', '.join(working)}.")
 
 
 def _refused_pairs(reasons: Reasons) -> Iterator[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.tokenizer.load import load_tokenizer
@@ -107,6 +109,23 @@ def test_accuracy_is_that_of_transformers_logits(files, log_likelihood):
     header, _, first, *_ = comparison({"base": results, "exported": results}).splitlines()
     assert header.split() == ["task", "metric", "n", "base", "exported"]
     assert first.split()[:3] == ["copa", "acc", "12"] and first.count("±") == 2
+
+
+def test_results_are_those_of_simple_evaluate(files):
+    """docs/adr/0086: the library's front would give the same, and read the tasks anew each time."""
+    model = benchmark_model(STORIES)
+    found = simple_evaluate(
+        model,
+        tasks=["copa", "arc"],
+        task_manager=TaskManager(include_path=str(files), include_defaults=False),
+        log_samples=False,
+        verbosity="ERROR",
+    )
+    expected = {("copa", "acc"), ("arc", "acc"), ("arc", "acc_norm")}
+    results = task_results(model, load_tasks(["copa", "arc"], include=files))[:-1]
+    assert {(one.task, one.metric) for one in results} == expected
+    for one in results:
+        assert one.value == found["results"][one.task][f"{one.metric},none"]
 
 
 def test_each_call_has_the_same_solved_examples(files):

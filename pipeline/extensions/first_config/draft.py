@@ -106,9 +106,9 @@ class Draft:
     def values(self, length: int, method: dict[str, Any]) -> dict[str, Any]:
         """The settings of a run with sequences of `length` tokens."""
         wanted, spec = self.wanted, self.spec
-        # What open tokens have of their own learned more by Muon (docs/results/frontier.md).
-        # Neither a base of transformers nor a run without a gate was measured with it.
-        by_muon = wanted.gated and spec.is_native
+        # On a mixture the expansion learned more by Muon; on a real dense base LoRA learned more,
+        # and forgot less, by AdamW (docs/adr/0087).
+        by_muon = wanted.gated and spec.is_native and spec.mixture is not None
         schedule = schedule_section(self.read, length, spec, self.cluster, by_muon=by_muon)
         corpora = corpora_section(
             wanted, self.learned, self.known, self.tokenizer, length, self.read

@@ -19,7 +19,7 @@ from tests.extensions.tasks.task_files import write_task_files
 pytestmark = pytest.mark.full
 
 BITSANDBYTES = "bitsandbytes==0.50.2"
-KOREAN = "\uc774 \uc601\ud654 \uc815\ub9d0 \uc7ac\ubbf8\uc788\uc5b4\uc694."
+KOREAN = "이 영화 정말 재미있어요."
 IN_FOUR_BITS = """
 import sys
 import torch

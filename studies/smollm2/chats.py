@@ -67,7 +67,7 @@ def answers_of(folder: Path, questions: Sequence[str], max_tokens: int) -> Answe
         for question in asked:
             text = template.opened([{"role": "user", "content": question}])
             ids = tokenizer.reference.encode([text]).ids.tolist()
-            answer = _continued(model, ids, ends, max_tokens)
+            answer = continued(model, ids, ends, max_tokens)
             if answer and answer[-1] in ends:
                 ended += 1
                 answer.pop()
@@ -77,7 +77,7 @@ def answers_of(folder: Path, questions: Sequence[str], max_tokens: int) -> Answe
 
 
 @torch.no_grad()
-def _continued(model: Any, ids: list[int], ends: list[int], max_tokens: int) -> list[int]:
+def continued(model: Any, ids: list[int], ends: list[int], max_tokens: int) -> list[int]:
     """What follows `ids`, up to and with the first of `ends`."""
     prompt = torch.tensor([ids], device=model.device)
     found = model.generate(

@@ -17,7 +17,7 @@ from pipeline.gguf.folder import RECORD
 from pipeline.hf.base_card import hub_name
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
-from studies.smollm2 import base, chats, make_texts, show
+from studies.smollm2 import base, chats, continuations, make_texts, show
 from tests.gguf.files import random_llama, write_gguf
 from tests.texts import DATA
 
@@ -76,6 +76,21 @@ def test_a_model_gives_its_own_answers_and_another_one_does_not(tmp_path, monkey
     assert answers.same_as(answers) == len(questions)
     assert len(answers.korean) == len(chats.KOREAN)
     assert chats.answers_of(other, questions, max_tokens=8).same_as(answers) == 0
+
+
+def test_the_table_of_continuations_has_a_column_for_each_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = random_llama()
+    same = model_folder(write_gguf(Path("same.gguf"), model))
+    model.model.norm.weight.data.neg_()
+    other = model_folder(write_gguf(Path("other.gguf"), model))
+    models = {"base": same, "again": same, "other": other}
+    header, _, *rows = continuations.continuations_table(models, max_tokens=4).splitlines()
+    assert header == "| text | base | again | other |"
+    assert len(rows) == len(continuations.PROMPTS)
+    for row in rows:
+        _, _, of_base, again, of_other, _ = row.split("|")
+        assert of_base == again != of_other
 
 
 def run_folder(folder: Path, bits: float) -> Path:

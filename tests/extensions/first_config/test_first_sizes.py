@@ -113,6 +113,7 @@ def test_sizes_by_base_and_machine(case):
 def test_a_mixture_gets_an_expansion_and_fits_on_few_gpus():
     config, _ = fitted("qwen3-moe-96m", Cluster(1, gpu_memory_gib=8.0), BF16)
     assert config.method.name == "scale" and config.method.low_rank == 8
+    assert config.schedule.optimizer == "muon"
     assert not config.compile
 
 

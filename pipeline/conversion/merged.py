@@ -349,7 +349,7 @@ def open_weight(model: TrainedModel, name: str, dtype: torch.dtype) -> Tensor:
     own_row_of = model.own_row_of
     if own_row_of is not None and name == "embedding.base.weight":
         # The decoder adds own rows to x after it multiplied the embedding by a factor (Gemma). The
-        # factor is rounded to the weights' type: see `Decoder._embedded`.
+        # factor is rounded to the weights' type: see `Decoder.embedded`.
         factor = torch.tensor(model.spec.embedding_scale, dtype=dtype).item()
         return weight.float() + own_row_of.spread(model.read(OWN_INPUT)) / factor
     if own_row_of is not None and name == "output.base":

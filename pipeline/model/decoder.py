@@ -15,7 +15,7 @@ from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, widened_norm
-from pipeline.model.gated_paths import TokenGate, run_gated, run_routed_with_gate
+from pipeline.model.gated_paths import gated_states
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.open_weights import OwnInputRows, add_open_weights
@@ -29,7 +29,7 @@ from pipeline.model.paths import (
     run_widened,
 )
 from pipeline.model.recomputation import run_recomputed
-from pipeline.model.reference import run_beside_base
+from pipeline.model.reference import states_with_reference
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import (
     DecoderSpec,
@@ -38,7 +38,7 @@ from pipeline.model.spec import (
     check_base_fits,
     check_experts_fit,
 )
-from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
+from pipeline.open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.parameters import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -102,7 +102,7 @@ class Decoder(CausalDecoder):
             if isinstance(layer.ffn, MixtureFeedForward):
                 self.mixtures.append(layer.ffn.base)
         self.final_norm = widened_norm(spec, plan, tp)
-        self._is_routed = plan is not None and plan.routed
+        self.is_routed = plan is not None and plan.routed
         own_row_of = self.own_row_of()
         self.output = OutputProjection(
             spec.vocab_size,
@@ -165,7 +165,7 @@ class Decoder(CausalDecoder):
         """The losses of `forward`, without that which balances experts."""
         if reference_sequences:
             # Some rank has self-generated text: the base runs beside the model on all of them.
-            hidden = self._states_with_reference(batch, reference_sequences)
+            hidden = states_with_reference(self, batch, reference_sequences)
         else:
             hidden = self.hidden_states(*batch)
         # All B·S tokens as rows: the loss is computed in chunks of them.
@@ -184,20 +184,20 @@ class Decoder(CausalDecoder):
         """The normalised hidden states that the output projection reads, one row for each of the
         B·S tokens."""
         batch = TokenBatch(tokens, positions, documents)
-        streams = self._embedded(tokens)
-        layers = self._layer_pass(batch, streams[0].dtype)
+        streams = self.embedded(tokens)
+        layers = self.layer_pass(batch, streams[0].dtype)
         if path == "base":
             return self._base_states(layers, streams)
         if path == "preserved":
-            return self._final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
+            return self.final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
         if self.gate is not None:
-            return self._gated_states(self.gate, layers, streams, batch)
-        if self._is_routed:
-            return self._final_states(*run_routed(layers, streams, streams))
-        layers = self._with_own_input(layers, tokens)
-        return self._final_states(run_widened(layers, streams))
+            return gated_states(self, self.gate, layers, streams, batch)
+        if self.is_routed:
+            return self.final_states(*run_routed(layers, streams, streams))
+        layers = self.with_own_input(layers, tokens)
+        return self.final_states(run_widened(layers, streams))
 
-    def _final_states(
+    def final_states(
         self,
         streams: Streams,
         preserved: Streams | None = None,
@@ -219,7 +219,7 @@ class Decoder(CausalDecoder):
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, open_tokens=open_tokens)
         return hidden.one_token_a_row()
 
-    def _with_own_input(self, layers: LayerPass, tokens: Tensor) -> LayerPass:
+    def with_own_input(self, layers: LayerPass, tokens: Tensor) -> LayerPass:
         """The pass with what open tokens add to x, if the model has own input rows."""
         if self.own_input is None:
             return layers
@@ -228,11 +228,11 @@ class Decoder(CausalDecoder):
     def _base_states(self, layers: LayerPass, streams: Streams) -> HiddenStates:
         """The base's own hidden states, to the bit those of the base model."""
         if self.tp.size <= 2:
-            return self._final_states((run_base(layers, streams[0]), None), open_tokens=NONE_OPEN)
+            return self.final_states((run_base(layers, streams[0]), None), open_tokens=NONE_OPEN)
         # Over three or more ranks, the order of a sum depends on an element's position in the
         # message. There the expansion stream runs along, without effect on the base stream, so that
         # the base's results are bit-identical.
-        preserved = self._final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
+        preserved = self.final_states(run_preserved(layers, streams), open_tokens=NONE_OPEN)
         return HiddenStates(preserved.x, open_tokens=NONE_OPEN)
 
     def _with_balance_loss(self, losses: Losses, loads: Sequence[Load], length: int) -> Losses:
@@ -244,7 +244,7 @@ class Decoder(CausalDecoder):
         balance = mixture.balance_coefficient * length * balance_loss(loads).sum()
         return losses._replace(total=losses.total + balance)
 
-    def _embedded(self, tokens: Tensor) -> Streams:
+    def embedded(self, tokens: Tensor) -> Streams:
         """The streams that enter the first layer."""
         x, x_up = self.embedding(tokens)
         if self.spec.embedding_scale == 1.0:
@@ -255,7 +255,7 @@ class Decoder(CausalDecoder):
             x_up = x_up * scale
         return x * scale, x_up
 
-    def _layer_pass(self, batch: TokenBatch, dtype: torch.dtype) -> LayerPass:
+    def layer_pass(self, batch: TokenBatch, dtype: torch.dtype) -> LayerPass:
         """All layers, with the rotary tables and attention kernels of the batch in `dtype`."""
         tokens, positions, documents = batch
         length = tokens.shape[1]
@@ -310,8 +310,6 @@ class Decoder(CausalDecoder):
             return bool(layer.collaborative)
         return self.activation_checkpointing == "all"
 
-    # What follows is for models with a gate, and for steps with self-generated text.
-
     @torch.no_grad()
     def base_stream(
         self,
@@ -323,37 +321,9 @@ class Decoder(CausalDecoder):
     ) -> Tensor:
         """The base's residual stream before `layer`, or after the last if there are as many:
         [B, S, D]."""
-        x, _ = self._embedded(tokens)
-        layers = self._layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
+        x, _ = self.embedded(tokens)
+        layers = self.layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
         return run_base(layers.part(None, layer), x)
-
-    def _gated_states(
-        self, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch
-    ) -> HiddenStates:
-        """The hidden states of each token's path; a closed token's is without W12, and has an x_up
-        of zeros."""
-        plan = self.plan
-        if plan is None or self.tp.size > 1:
-            raise ValueError("a gate needs a base that something was added to, whole on one rank")
-
-        def decide(x: Tensor) -> OpenTokens:
-            return self.gate_opens(gate, x, batch)
-
-        if plan.routed:
-            adapted, preserved, open_tokens = run_routed_with_gate(
-                layers, streams, gate.layer, decide
-            )
-            last = self.final_norm(*adapted)
-            preserved_last = self.final_norm(*preserved)
-        else:
-            layers = self._with_own_input(layers, batch.tokens)
-            streams, open_tokens = run_gated(
-                layers, streams, gate.layer, plan.collaborative_from, decide
-            )
-            # One path, on which closed tokens had no W12, and nothing of their own.
-            last = preserved_last = apply_norm(self.final_norm, streams, open_tokens)
-        x, x_up = choose_path(open_tokens, preserved_last, last)
-        return HiddenStates(x, x_up, open_tokens=open_tokens).one_token_a_row()
 
     def add_reference(self) -> None:
         """Adds a frozen copy of the base, uninitialised: what KL(base || model) needs where the
@@ -361,33 +331,3 @@ class Decoder(CausalDecoder):
         self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
         self.reference.output.new_rows = None  # the base never gives a new token
         self.output.reference = self.reference.output.base
-
-    def _states_with_reference(self, batch: TokenBatch, sequences: int) -> HiddenStates:
-        """The hidden states, and as their `reference` the base's own of the first sequences
-        (`model.reference`)."""
-        of_base = batch.first_sequences(sequences)
-        if self.equals_base:
-            hidden = self.hidden_states(*batch)
-            return replace(hidden, reference=hidden.x[: of_base.tokens.numel()].detach())
-        if self.reference is not None:
-            hidden = self.hidden_states(*batch)
-            with torch.no_grad():
-                return replace(hidden, reference=self.reference.hidden_states(*of_base).x)
-        if self._is_routed:
-            hidden = self.hidden_states(*batch)
-            assert hidden.preserved_x is not None, "Route has a preserved path"
-            return replace(hidden, reference=hidden.preserved_x[: of_base.tokens.numel()].detach())
-
-        streams = self._embedded(batch.tokens)
-        dtype = streams[0].dtype
-        layers = self._with_own_input(self._layer_pass(batch, dtype), batch.tokens)
-        base_layers = self._layer_pass(of_base, dtype)
-        streams, base_x = run_beside_base(layers, streams, base_layers, sequences)
-        hidden = self._final_states(streams)
-        if base_x is None:
-            # Preserve: the model's base stream is the base's.
-            return replace(hidden, reference=hidden.x[: of_base.tokens.numel()].detach())
-        with torch.no_grad():
-            return replace(
-                hidden, reference=self._final_states((base_x, None), open_tokens=NONE_OPEN).x
-            )

@@ -6,13 +6,18 @@ They are for inference in one process: training never has a gate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from pipeline.model.paths import LayerPass, run_routed, run_widened
+from pipeline.model.decoder_layer import apply_norm
+from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.paths import LayerPass, TokenBatch, run_routed, run_widened
 from pipeline.open_tokens import NONE_OPEN, OpenTokens, choose_path
 from pipeline.scale.widened_linear import Streams
+
+if TYPE_CHECKING:  # it imports this module
+    from pipeline.model.decoder import Decoder
 
 
 class TokenGate(Protocol):
@@ -103,3 +108,34 @@ def run_routed_with_gate(
     open_tokens = decide(preserved[0])
     adapted, preserved = run_routed(layers.part(gate_layer, None), adapted, preserved)
     return adapted, preserved, open_tokens
+
+
+def gated_states(
+    decoder: Decoder, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch
+) -> HiddenStates:
+    """The hidden states of each token's path; a closed token's is without W12, and has an x_up of
+    zeros.
+
+    Raises:
+        ValueError: the decoder is a base alone, or split over ranks.
+    """
+    plan = decoder.plan
+    if plan is None or decoder.tp.size > 1:
+        raise ValueError("a gate needs a base that something was added to, whole on one rank")
+
+    def decide(x: Tensor) -> OpenTokens:
+        return decoder.gate_opens(gate, x, batch)
+
+    if plan.routed:
+        adapted, preserved, open_tokens = run_routed_with_gate(layers, streams, gate.layer, decide)
+        last = decoder.final_norm(*adapted)
+        preserved_last = decoder.final_norm(*preserved)
+    else:
+        layers = decoder.with_own_input(layers, batch.tokens)
+        streams, open_tokens = run_gated(
+            layers, streams, gate.layer, plan.collaborative_from, decide
+        )
+        # One path, on which closed tokens had no W12, and nothing of their own.
+        last = preserved_last = apply_norm(decoder.final_norm, streams, open_tokens)
+    x, x_up = choose_path(open_tokens, preserved_last, last)
+    return HiddenStates(x, x_up, open_tokens=open_tokens).one_token_a_row()

@@ -80,7 +80,7 @@ def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run():
         propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, gpu_memory_gib=gib, on_cpu=True))[
             0
         ]
-        for gib in (4.0, 0.05)
+        for gib in (4.0, 0.03)
     ]
     assert runs[0].schedule.micro_batch_size > runs[1].schedule.micro_batch_size
     with pytest.raises(LayoutError, match=r"does not fit on 1 CPU processes .* would fit with a"):

@@ -86,7 +86,7 @@ CASES = [
     ),
     ("llama-3.2-1b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", True, 256, True),
     ("llama-3.2-1b", Cluster(1, gpu_memory_gib=12.0), BF16, 8192, "zero1", "all", True, 256, False),
-    ("llama-3.1-8b", Cluster(1, gpu_memory_gib=24.0), BF16, 8192, "zero1", "all", True, 32, False),
+    ("llama-3.1-8b", Cluster(1, gpu_memory_gib=24.0), BF16, 4096, "zero1", "all", True, 32, False),
     ("llama-3.1-8b", Cluster(1), BF16, 8192, "zero1", "all", True, 512, True),
     ("llama-3.1-8b", Cluster(8), BF16, 8192, "zero3", "none", False, 512, True),
     ("llama-3.1-8b", Cluster(64), BF16, 8192, "zero3", "none", False, 512, True),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from math import prod
 
 import deepspeed
@@ -108,7 +109,8 @@ class Engine:
             parameters.keep_shared_experts_whole(model)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
-            with parameters.frozen_kept_as_read(model):
+            # DeepSpeed's optimizer for bf16 prints its memory, on lines without a name or a time.
+            with parameters.frozen_kept_as_read(model), redirect_stdout(StringIO()):
                 self._engine, *_ = deepspeed.initialize(
                     model=model,
                     optimizer=optimizer,

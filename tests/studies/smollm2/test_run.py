@@ -23,7 +23,7 @@ from tests.training.runs import losses, make_run, tokenize_corpora, train, write
 pytestmark = pytest.mark.full
 
 TIMEOUT_S = 1800.0
-LORA = {"name": "lora", "rank": 9, "own_rows": {"min_count": 20}, "own_gains": True}
+LORA = {"name": "lora", "rank": 9, "open_rows": {"min_count": 20}, "open_gains": True}
 BOOKS = REVIEWS_HELDOUT.parents[1] / "en" / "gutenberg.heldout.jsonl.zst"
 ENGLISH = torch.tensor([[504, 2470, 282, 4649, 314]])
 

@@ -34,15 +34,15 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 GROUPS: tuple[dict[str, Any], dict[str, Any]] = (
     {
-        "schedule__learning_rate_factors": {"own_rows": 2.0, "output.own_rows": 3.0},
+        "schedule__learning_rate_factors": {"own_rows": 2.0, "*.own_rows": 3.0},
         "schedule__weight_decay_factors": {"own_gains": 0.5},
-        "stages": [{"name": "all", "steps": STEPS, "trains": ["own_rows", "output.own_rows"]}],
+        "stages": [{"name": "all", "steps": STEPS, "trains": ["own_rows", "*.own_rows"]}],
     },
     {
         # The last ones are patterns of the names of parameters, which stay.
-        "schedule__learning_rate_factors": {"open_rows": 2.0, "output.own_rows": 3.0},
+        "schedule__learning_rate_factors": {"open_rows": 2.0, "*.own_rows": 3.0},
         "schedule__weight_decay_factors": {"open_gains": 0.5},
-        "stages": [{"name": "all", "steps": STEPS, "trains": ["open_rows", "output.own_rows"]}],
+        "stages": [{"name": "all", "steps": STEPS, "trains": ["open_rows", "*.own_rows"]}],
     },
 )
 
@@ -68,8 +68,8 @@ def test_a_file_with_the_earlier_names_is_the_same_run(tmp_path, name):
     assert config.model_dump(exclude_unset=True) == load_config(today).model_dump(
         exclude_unset=True
     )
-    assert config.schedule.learning_rate_factors == {"open_rows": 2.0, "output.own_rows": 3.0}
-    assert config.trains == ["open_rows", "output.own_rows"]
+    assert config.schedule.learning_rate_factors == {"*.own_rows": 3.0, "open_rows": 2.0}
+    assert config.trains == ["open_rows", "*.own_rows"]
 
     shown = scale_cpt("config", "show", earlier).stdout
     assert shown == scale_cpt("config", "show", today).stdout

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.config.method import recorded_method
 from pipeline.config.reading import flattened
 from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
 from pipeline.files.folders import FolderKind, published_folder
@@ -33,6 +34,7 @@ class ExpansionManifest(BaseModel):
     Attributes:
         base: the path of the base; in an export its name, on the hub or of its folder.
         base_architecture: None in a manifest of an earlier version.
+        method: the settings that it depends on, with today's names.
         tensors: the name of the file that holds each tensor.
         hashes: the SHA-256 of each file.
         position: the position of the run that trained it, where the expansion is an export of a
@@ -40,7 +42,7 @@ class ExpansionManifest(BaseModel):
         trained_as: the settings of that run that change what its weights compute, for the same
             exports; None in those of an earlier version.
         tokenizer: the fingerprint of the tokenizer that it was trained with, for the same exports.
-        own_tokens: the ids that have rows of their own; None without own rows.
+        own_tokens: the ids that have rows of their own; None without open rows.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,7 +51,7 @@ class ExpansionManifest(BaseModel):
     base: str
     base_hashes: dict[str, str]
     base_architecture: dict[str, Any] | None = None
-    method: dict[str, Any]
+    method: Annotated[dict[str, Any], AfterValidator(recorded_method)]
     seed: int
     tensors: dict[str, str]
     hashes: dict[str, str]

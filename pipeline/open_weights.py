@@ -1,7 +1,7 @@
 """Which weights only open tokens read: rows, gains, low-rank differences (docs/open_weights.md).
 
 This is what a configuration or an export says of them, without tensors. Their modules are in
-`pipeline.model.open_weights`.
+`pipeline.model.open_weights`. In files (config.json, tensors) their names begin with `own`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pipeline.config.method import Lora, ScaleMethod
 from pipeline.errors import ConfigError
 
 UNGATED_REASON = (
-    "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this model has "
-    "no gate (leave --without-gate out)"
+    "method.open_rows, open_gains, low_rank: tokens read them where a gate opens, and this model "
+    "has no gate (leave --without-gate out)"
 )
 """Why a format that computes them for open tokens takes no model without a gate."""
 
@@ -28,7 +28,7 @@ class OpenWeights:
         first_layer: the first layer with such weights; the difference of an input row is added to x
             as it enters this layer.
         tokens: the ids that have rows of their own; all other ids share one more row. None: there
-            are no own rows.
+            are no open rows.
         gains: whether norms have differences of their gains.
         low_rank: the rank of the differences s B A of linear maps; None: there are none.
         low_rank_scale: the factor s.
@@ -60,12 +60,12 @@ class OpenWeights:
         """
         if self.tokens is not None and self.first_layer > 0:
             return (
-                f"method.own_rows: they enter before layer {self.first_layer}, where an ordinary "
-                "model reads no embedding (a run whose own weights begin at layer 0 allows it)"
+                f"method.open_rows: they enter before layer {self.first_layer}, where an ordinary "
+                "model reads no embedding (a run whose open weights begin at layer 0 allows it)"
             )
         if self.gains and widened and norms_heads:
             return (
-                f"method.own_gains: bases of model_type {model_type} normalise each head of "
+                f"method.open_gains: bases of model_type {model_type} normalise each head of "
                 "queries and keys, with one gain for all heads, which added heads share with "
                 "closed tokens"
             )
@@ -120,7 +120,7 @@ def open_weights_of(
     Raises:
         ConfigError: they begin above the base's last layer.
     """
-    first_layer = method.own_first_layer
+    first_layer = method.open_first_layer
     rank: int | None
     scale = 1.0
     maps: tuple[str, ...] | None = None
@@ -129,7 +129,7 @@ def open_weights_of(
         scale = method.scale
         maps = method.target_modules
     else:
-        if not method.has_own_weights:
+        if not method.has_open_weights:
             return None
         rank = method.low_rank
         if first_layer is None:
@@ -137,13 +137,13 @@ def open_weights_of(
     assert first_layer is not None, "ScaleMethod checks that one of both is there"
     if first_layer >= num_layers:
         raise ConfigError(
-            f"method.own_first_layer: {first_layer} leaves none of the base's {num_layers} layers; "
-            f"use 0 to {num_layers - 1}"
+            f"method.open_first_layer: {first_layer} leaves none of the base's {num_layers} "
+            f"layers; use 0 to {num_layers - 1}"
         )
     return OpenWeights(
         first_layer=first_layer,
-        tokens=None if method.own_rows is None else tokens,
-        gains=method.own_gains,
+        tokens=None if method.open_rows is None else tokens,
+        gains=method.open_gains,
         low_rank=rank,
         low_rank_scale=scale,
         low_rank_maps=maps,

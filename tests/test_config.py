@@ -45,29 +45,29 @@ ADAPT_OWN = {
     "variant": "adapt",
     "expansion": {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},
     "l_fp": 3,
-    "own_rows": {"min_count": 5},
+    "open_rows": {"min_count": 5},
 }
 
 
 @pytest.mark.parametrize(
     ("method", "changes", "fault"),
     [
-        ({}, {"gate": None}, "method.own_rows, own_gains, low_rank: .*add a section gate"),
-        ({"own_rows": None, "low_rank": 4}, {"gate": None}, "add a section gate"),
+        ({}, {"gate": None}, "method.open_rows, open_gains, low_rank: .*add a section gate"),
+        ({"open_rows": None, "low_rank": 4}, {"gate": None}, "add a section gate"),
         ({"variant": "route"}, {}, "do not go with variant route"),
         (
             {"variant": "preserve", "l_fp": None},
             {},
-            "own_first_layer: expected with variant preserve",
+            "open_first_layer: expected with variant preserve",
         ),
-        ({"own_first_layer": 3}, {}, "own_first_layer does not apply to variant adapt"),
+        ({"open_first_layer": 3}, {}, "open_first_layer does not apply to variant adapt"),
         (
-            {"own_rows": None, "own_first_layer": 3},
+            {"open_rows": None, "open_first_layer": 3},
             {},
-            "own_first_layer belongs to own_rows, own_gains or low_rank",
+            "open_first_layer belongs to open_rows, open_gains or low_rank",
         ),
-        ({"own_rows": "some"}, {}, "own_rows"),
-        ({"own_rows": {"min_count": 0}}, {}, "min_count"),
+        ({"open_rows": "some"}, {}, "open_rows"),
+        ({"open_rows": {"min_count": 0}}, {}, "min_count"),
     ],
 )
 def test_weights_of_open_tokens_own_that_do_not_fit_are_a_fault(method, changes, fault, tmp_path):
@@ -101,12 +101,12 @@ def test_a_gate_of_full_fine_tuning_that_does_not_fit_is_a_fault(changes, fault,
     ("method", "changes", "fault"),
     [
         (
-            {"own_rows": "all"},
+            {"open_rows": "all"},
             {"gate": None},
-            "method.own_rows, own_gains: only tokens .*add a section gate",
+            "method.open_rows, open_gains: only tokens .*add a section gate",
         ),
-        ({"own_gains": True}, {"gate": None}, "add a section gate"),
-        ({"own_rows": {"min_count": 0}}, {}, "min_count"),
+        ({"open_gains": True}, {"gate": None}, "add a section gate"),
+        ({"open_rows": {"min_count": 0}}, {}, "min_count"),
         ({}, {"init_expansion": "expansion"}, "init_expansion: method lora trains no expansion"),
         ({"low_rank": 4}, {}, "method.low_rank: unknown key"),
     ],

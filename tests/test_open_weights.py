@@ -13,23 +13,23 @@ from tests.widened import scale_settings
 
 LAYERS = 4
 TOKENS = (2, 3, 5)
-ALL = {"own_rows": {"min_count": 1}, "own_gains": True}
+ALL = {"open_rows": {"min_count": 1}, "open_gains": True}
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         (scale_settings("adapt"), None),
-        (scale_settings("adapt", own_gains=True), OpenWeights(1, gains=True)),
+        (scale_settings("adapt", open_gains=True), OpenWeights(1, gains=True)),
         (scale_settings("adapt", low_rank=3, l_fp=2), OpenWeights(2, low_rank=3)),
         (
-            scale_settings("preserve", own_first_layer=3, **ALL),
+            scale_settings("preserve", open_first_layer=3, **ALL),
             OpenWeights(3, tokens=TOKENS, gains=True),
         ),
         # LoRA's factors are open weights, with or without a gate.
         (Lora(name="lora", rank=2), OpenWeights(0, low_rank=2)),
         (
-            Lora(name="lora", rank=2, alpha=3, target_modules=("up",), own_first_layer=1, **ALL),
+            Lora(name="lora", rank=2, alpha=3, target_modules=("up",), open_first_layer=1, **ALL),
             OpenWeights(1, TOKENS, True, 2, low_rank_scale=1.5, low_rank_maps=("up",)),
         ),
     ],
@@ -39,8 +39,8 @@ def test_a_method_has_the_open_weights_of_its_settings(settings, expected):
 
 
 def test_they_begin_within_the_base():
-    settings = Lora(name="lora", rank=2, own_first_layer=LAYERS)
-    with pytest.raises(ConfigError, match=r"method.own_first_layer: 4 leaves none .* use 0 to 3"):
+    settings = Lora(name="lora", rank=2, open_first_layer=LAYERS)
+    with pytest.raises(ConfigError, match=r"method.open_first_layer: 4 leaves none .* use 0 to 3"):
         open_weights_of(settings, LAYERS, None)
 
 
@@ -63,9 +63,9 @@ def test_exports_of_earlier_versions_have_neither_a_scale_nor_maps():
 def test_what_cannot_be_merged_is_named():
     heads = {"widened": True, "norms_heads": True}
     above = OpenWeights(1, tokens=TOKENS, gains=True).unmerged_reason("qwen3", **heads)
-    assert above is not None and above.startswith("method.own_rows: they enter before layer 1")
+    assert above is not None and above.startswith("method.open_rows: they enter before layer 1")
     gains = OpenWeights(0, tokens=TOKENS, gains=True)
     reason = gains.unmerged_reason("qwen3", **heads)
-    assert reason is not None and "method.own_gains: bases of model_type qwen3" in reason
+    assert reason is not None and "method.open_gains: bases of model_type qwen3" in reason
     assert gains.unmerged_reason("qwen3", widened=False, norms_heads=True) is None
     assert gains.unmerged_reason("llama", widened=True, norms_heads=False) is None

@@ -80,7 +80,7 @@ def widened(
     Where the method has own rows, every other token has one.
     """
     own_tokens: tuple[int, ...] | None = None
-    if settings.own_rows is not None:
+    if settings.open_rows is not None:
         own_tokens = tuple(range(0, base.spec.vocab_size, 2))
     method = method_for(settings, Path("unread"), SEED, own_tokens)
     model = method.build(base.spec, tp, activation_checkpointing)

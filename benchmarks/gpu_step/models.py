@@ -23,7 +23,7 @@ from pipeline.parallel.topology import SINGLE
 
 # Settings of variants that have open weights beside Adapt's width.
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
-    "adapt_own": {"own_rows": {"min_count": 1}, "own_gains": True},
+    "adapt_own": {"open_rows": {"min_count": 1}, "open_gains": True},
     "adapt_low_rank": {"low_rank": 16},
 }
 LIGER_PACKAGES = ("liger_kernel", "triton")

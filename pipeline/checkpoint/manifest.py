@@ -8,16 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.checkpoint.position import ManifestSection, Position
 from pipeline.config.base import BasePrecision, Fp8Scaling
 from pipeline.config.data import Data
-from pipeline.config.method import Method
-from pipeline.config.reading import flattened, with_defaults, with_new_names
+from pipeline.config.method import Method, recorded_method
+from pipeline.config.reading import (
+    flattened,
+    with_defaults,
+    with_new_names,
+    with_todays_kinds,
+)
 from pipeline.config.run import RunConfig
 from pipeline.config.stage_plan import training_stages
 from pipeline.config.stages import proportions
@@ -102,7 +107,7 @@ class StageRecord(ManifestSection):
 
     name: str
     steps: int
-    trains: tuple[str, ...]
+    trains: Annotated[tuple[str, ...], AfterValidator(with_todays_kinds)]
     global_batch_size: int
     sequence_length: int
     weights: dict[str, float]
@@ -125,14 +130,14 @@ class RunRecord(ManifestSection):
     Attributes:
         fp8: of a base in fp8, how it is stored.
         is_hosted: whether transformers computes the base (`base_code`).
-        method: the section of the run configuration.
+        method: the section of the run configuration, with today's names of its settings.
         expansion: the added widths; None if nothing is added.
         data: the section of the run configuration, without paths.
         corpora: a hash of the tokens of each corpus that is read, by the name of its folder; None
             in a checkpoint of an earlier version.
         vocabulary: the folder of the extended vocabulary.
         new_rows: how many tokens that vocabulary adds.
-        own_tokens: the ids that have rows of their own; None without own rows.
+        own_tokens: the ids that have rows of their own; None without open rows.
         stages: empty in a run without stages. Those that are yet to begin may change.
     """
 
@@ -141,7 +146,7 @@ class RunRecord(ManifestSection):
     base_precision: BasePrecision = "bf16"
     fp8: Fp8Record = Fp8Record()
     is_hosted: bool = False
-    method: dict[str, Any]
+    method: Annotated[dict[str, Any], AfterValidator(recorded_method)]
     expansion: dict[str, int] | None
     data: dict[str, Any]
     corpora: dict[str, str] | None = None

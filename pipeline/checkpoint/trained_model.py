@@ -108,7 +108,7 @@ class TrainedModel:
 
     @property
     def own_row_of(self) -> OwnRowOfToken | None:
-        """Which own row each token has; None for a model without own rows."""
+        """Which open row each token has; None for a model without open rows."""
         own_input = self.structure.own_input
         return None if own_input is None else own_input.row_of
 

@@ -25,7 +25,7 @@ from pipeline.checks.input_checks import (
     check_layout,
     check_model,
     check_newest_checkpoint,
-    check_own_rows,
+    check_open_rows,
     check_parameter_groups,
     check_profile,
     check_run_folder,
@@ -77,7 +77,7 @@ _BASE_CHECKS: tuple[InputCheck, ...] = (
 _TOKENIZE_CHECKS: tuple[InputCheck, ...] = (
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_own_rows,
+    check_open_rows,
     check_initial_expansion,
     check_trained_expansion,
 )
@@ -93,7 +93,7 @@ _TRAIN_CHECKS: tuple[InputCheck, ...] = (
 _DRY_RUN_CHECKS: tuple[InputCheck, ...] = (
     check_heldout_texts,
     *_BASE_CHECKS,
-    check_own_rows,
+    check_open_rows,
     check_samples_or_folder,
     check_texts,
     check_exported_tokenizer,

@@ -159,7 +159,7 @@ def check_texts(inputs: RunInputs) -> list[UserError]:
     return faults
 
 
-def check_own_rows(inputs: RunInputs) -> None:
+def check_open_rows(inputs: RunInputs) -> None:
     """Some token of the new text is frequent enough to have a row of its own."""
     spec = inputs.get_or_none("spec")
     tokenizer = inputs.get_or_none("tokenizer")

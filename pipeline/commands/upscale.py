@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line, log
-from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
+from pipeline.config.method import Lora, ScaleMethod, recorded_method, starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
 from pipeline.files.json_files import read_object
@@ -86,6 +86,8 @@ def _seems_made_for(config: RunConfig, method: ScaleMethod | Lora) -> bool:
     manifest = config.initial_expansion_folder / MANIFEST
     try:
         found = read_object(manifest, CheckpointError)
+        recorded = found.get("method")
+        made_with = recorded_method(recorded) if isinstance(recorded, dict) else None
         made_at = manifest.stat().st_mtime
         base_changed_at = max(file.stat().st_mtime for file in config.base.iterdir())
     except (OSError, ValueError, CheckpointError):
@@ -95,6 +97,6 @@ def _seems_made_for(config: RunConfig, method: ScaleMethod | Lora) -> bool:
         # A base that was changed after the expansion was made may be another one; its times answer
         # without reading it.
         and base_changed_at <= made_at
-        and found.get("method") == method.initial_expansion_settings
+        and made_with == method.initial_expansion_settings
         and found.get("seed") == config.seed
     )

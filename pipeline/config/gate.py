@@ -34,7 +34,7 @@ class GateSettings(Section):
     document"""
     layer: NonNegativeInt | None = None
     """layer before which the gate reads the stream; default: the last place where it is exactly the
-    base's: after the last layer (preserve, route), before l_fp (adapt) or own_first_layer (open
+    base's: after the last layer (preserve, route), before l_fp (adapt) or open_first_layer (open
     weights), but 2 where that is 0, and for fft"""
     negatives: list[CorpusName] = []
     """corpora on whose text the gate learns to stay closed; default: those of role self_generated,

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard, 
 
 from pydantic import Field, model_validator
 
-from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pipeline.config.reading import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    with_todays_names,
+)
 from pipeline.errors import ExtensionError
 from pipeline.extension import OfferedMethod, extensions, load_class
 
@@ -40,8 +46,8 @@ class Initialisers(Section):
     """initial values of W22, the blocks among the added channels"""
 
 
-class OwnRows(Section):
-    """Rows of their own, for tokens that a gate opens."""
+class OpenRows(Section):
+    """Open rows: of embedding and output, for tokens that a gate opens."""
 
     min_count: PositiveInt = 20
     """occurrences in the corpora of role new that give a token rows of its own; rarer tokens share
@@ -61,6 +67,13 @@ class MethodSettings(Section):
     keeps_base: ClassVar[bool] = True
 
     name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_names_are_read(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            return with_todays_names(values, known=cls.model_fields)
+        return values
 
     @property
     def gated_settings(self) -> str | None:
@@ -89,47 +102,47 @@ class ScaleMethod(MethodSettings):
     """stream whose mean square normalises the expansion stream: its own (separate), or the base's,
     which a merged export needs"""
     initialisers: Initialisers = Initialisers()
-    own_rows: OwnRows | Literal["all"] | None = None
+    open_rows: OpenRows | Literal["all"] | None = None
     """trained differences of embedding and output rows, for tokens that the gate opens: of frequent
     tokens, or of all"""
-    own_gains: bool = False
+    open_gains: bool = False
     """whether gains of norms have trained differences, for tokens that the gate opens"""
     low_rank: PositiveInt | None = None
     """rank of trained differences B A of the base's linear maps, for tokens that the gate opens"""
-    own_first_layer: NonNegativeInt | None = None
+    open_first_layer: NonNegativeInt | None = None
     """for preserve: first layer with open weights; with adapt it is l_fp"""
 
     @property
-    def has_own_weights(self) -> bool:
-        """Whether tokens that a gate opens have own rows, gains or low-rank differences."""
-        return self.own_rows is not None or self.own_gains or self.low_rank is not None
+    def has_open_weights(self) -> bool:
+        """Whether there are open rows, open gains or low-rank differences."""
+        return self.open_rows is not None or self.open_gains or self.low_rank is not None
 
     @property
     def gated_settings(self) -> str | None:
-        return "own_rows, own_gains, low_rank" if self.has_own_weights else None
+        return "open_rows, open_gains, low_rank" if self.has_open_weights else None
 
     @model_validator(mode="after")
-    def _own_weights_fit_the_variant(self) -> ScaleMethod:
-        if not self.has_own_weights:
-            if self.own_first_layer is not None:
+    def _open_weights_fit_the_variant(self) -> ScaleMethod:
+        if not self.has_open_weights:
+            if self.open_first_layer is not None:
                 raise ValueError(
-                    "own_first_layer belongs to own_rows, own_gains or low_rank; set one of them, "
-                    "or remove it"
+                    "open_first_layer belongs to open_rows, open_gains or low_rank; set one of "
+                    "them, or remove it"
                 )
             return self
         if self.variant == "route":
             raise ValueError(
-                "own_rows, own_gains and low_rank do not go with variant route, which chooses a "
+                "open_rows, open_gains and low_rank do not go with variant route, which chooses a "
                 "path by its logits, after the layers have run; take variant adapt"
             )
-        if self.variant == "preserve" and self.own_first_layer is None:
+        if self.variant == "preserve" and self.open_first_layer is None:
             raise ValueError(
-                "own_first_layer: expected with variant preserve the first layer in which open "
+                "open_first_layer: expected with variant preserve the first layer in which open "
                 "tokens have weights of their own, such as 1"
             )
-        if self.variant == "adapt" and self.own_first_layer is not None:
+        if self.variant == "adapt" and self.open_first_layer is not None:
             raise ValueError(
-                "own_first_layer does not apply to variant adapt, where it is l_fp; remove it"
+                "open_first_layer does not apply to variant adapt, where it is l_fp; remove it"
             )
         return self
 
@@ -150,10 +163,10 @@ class ScaleMethod(MethodSettings):
     def initial_expansion_settings(self) -> dict[str, Any]:
         """The settings that the initial expansion depends on: variant, widths, initialisers."""
         settings = self.model_dump(mode="json", exclude={"router_threshold", "norm"})
-        if not self.has_own_weights:
+        if not self.has_open_weights:
             # Expansions that were made before these settings existed are recorded without them, and
             # must compare as equal.
-            for name in ("own_rows", "own_gains", "low_rank", "own_first_layer"):
+            for name in ("open_rows", "open_gains", "low_rank", "open_first_layer"):
                 del settings[name]
         return settings
 
@@ -193,12 +206,12 @@ class Lora(MethodSettings):
     """numerator of the factor alpha / rank on B A X; default: the rank, which makes the factor 1"""
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
     """linear maps with an adapter, in every layer; default: all"""
-    own_rows: OwnRows | Literal["all"] | None = None
+    open_rows: OpenRows | Literal["all"] | None = None
     """as in method scale"""
-    own_gains: bool = False
+    open_gains: bool = False
     """as in method scale"""
-    own_first_layer: NonNegativeInt = 0
-    """first layer with adapters and own gains; own rows enter there"""
+    open_first_layer: NonNegativeInt = 0
+    """first layer with adapters and open gains; open rows enter there"""
 
     @property
     def scale(self) -> float:
@@ -206,14 +219,14 @@ class Lora(MethodSettings):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     @property
-    def has_own_weights(self) -> bool:
-        """Whether tokens that a gate opens have own rows or gains beside the adapters."""
-        return self.own_rows is not None or self.own_gains
+    def has_open_weights(self) -> bool:
+        """Whether there are open rows or open gains beside the adapters."""
+        return self.open_rows is not None or self.open_gains
 
     @property
     def gated_settings(self) -> str | None:
         # Its adapters themselves are the low-rank differences, and need no gate.
-        return "own_rows, own_gains" if self.has_own_weights else None
+        return "open_rows, open_gains" if self.has_open_weights else None
 
     @property
     def initial_expansion_settings(self) -> dict[str, Any]:
@@ -276,6 +289,18 @@ def method_settings() -> Mapping[str, type[MethodSettings]]:
     return settings
 
 
+def recorded_method(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `method` that an earlier version may have recorded, with today's names.
+
+    Raises:
+        ValueError: a setting has two names, with different values.
+    """
+    settings = method_settings().get(str(recorded.get("name")))
+    if settings is None:
+        return dict(recorded)
+    return with_todays_names(recorded, known=settings.model_fields)
+
+
 # Chosen by its `name`, so that errors are about the settings of that method alone.
 if TYPE_CHECKING:
     Method = Annotated[
@@ -288,12 +313,12 @@ else:
 def starts_from_expansion(method: Method) -> TypeGuard[ScaleMethod | Lora]:
     """Whether a run's initial values are in a folder, which `scale-cpt upscale` makes.
 
-    SCALE's initial values are decompositions of the base's matrices. LoRA with own rows needs the
+    SCALE's initial values are decompositions of the base's matrices. LoRA with open rows needs the
     folder for the ids that have rows, which are counted in the run's corpora.
     """
     if isinstance(method, ScaleMethod):
         return True
-    return isinstance(method, Lora) and method.own_rows is not None
+    return isinstance(method, Lora) and method.open_rows is not None
 
 
 def title_of(name: str) -> str:

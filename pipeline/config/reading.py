@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,6 +33,12 @@ RENAMED_KEYS = {
     "rehearsal_coefficient": "kl_coefficient",
 }
 RENAMED_VALUES = {"rehearsal": "self_generated", "mend": "fix_encoding", "stock": "merged"}
+# Those that files may still have: settings of a method, and kinds of parameters.
+STILL_READ_KEYS = {
+    "own_rows": "open_rows",
+    "own_gains": "open_gains",
+    "own_first_layer": "open_first_layer",
+}
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +51,37 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
             value = RENAMED_VALUES.get(value, value)
         renamed[RENAMED_KEYS.get(key, key)] = value
     return renamed
+
+
+def with_todays_names(
+    settings: Mapping[str, Any], *, known: Container[str] | None = None
+) -> dict[str, Any]:
+    """Settings with today's names in place of earlier ones that are still read.
+
+    `known` are the names that the section has, where it is known: a section without today's name
+    keeps its key, which is an unknown one, or that of an extension's own setting.
+
+    Raises:
+        ValueError: a setting has both names, with different values.
+    """
+    renamed: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = STILL_READ_KEYS.get(key, key)
+        if known is not None and name not in known:
+            name = key
+        if name in renamed and renamed[name] != value:
+            earlier = next(old for old, new in STILL_READ_KEYS.items() if new == name)
+            raise ValueError(
+                f"{earlier} is the earlier name of {name}, and the two have different values; "
+                f"remove {earlier}"
+            )
+        renamed[name] = value
+    return renamed
+
+
+def with_todays_kinds(keys: Iterable[str]) -> tuple[str, ...]:
+    """Kinds of parameters, or patterns of their names, with today's names of kinds."""
+    return tuple(STILL_READ_KEYS.get(key, key) for key in keys)
 
 
 _SCALARS = (str, int, float, bool)
@@ -202,7 +239,7 @@ def _unknown_key(kind: type[BaseModel], key: str) -> str:
     known: set[str] = set()
     for section in (schema, *schema.get("$defs", {}).values()):
         known.update(section.get("properties", {}))
-    if key in known:
+    if STILL_READ_KEYS.get(key, key) in known:
         # It is a key of another section: a similar key of this one would be wrong advice.
         return "unknown key"
     return "unknown key" + did_you_mean(key, known)

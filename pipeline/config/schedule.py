@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from pipeline.config.reading import Decay, Fraction, PositiveFloat, PositiveInt, Section
+from pipeline.config.reading import (
+    Decay,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    with_todays_names,
+)
 from pipeline.errors import ExtensionError, did_you_mean
 from pipeline.extension import extensions
 
@@ -75,10 +82,14 @@ class Schedule(Section):
     """learning rate at the end of the run, as a share of the peak"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """weight decay of matrices; biases and the gains of norms do not decay"""
-    learning_rate_factors: dict[str, PositiveFloat] = {}
+    learning_rate_factors: Annotated[
+        dict[str, PositiveFloat], AfterValidator(with_todays_names)
+    ] = {}
     """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or pattern of parameter
     names; the last that matches counts (docs/methods.md)"""
-    weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
+    weight_decay_factors: Annotated[
+        dict[str, Annotated[float, Field(ge=0)]], AfterValidator(with_todays_names)
+    ] = {}
     """factors of weight_decay, by kind of block or by pattern of parameter names"""
     # 0.95 as in GPT-3 and Llama: with 0.999 the second moment of a spike lasts for a thousand
     # steps.

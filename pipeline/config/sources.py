@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.reading import parse_yaml, read_yaml
+from pipeline.config.reading import STILL_READ_KEYS, parse_yaml, read_yaml
 from pipeline.errors import ConfigError
 
 EXTENDS = "extends"
@@ -26,6 +26,7 @@ RUN_FILE = "run.yaml"
 """In a run's folder: all settings of the run, with those of extended files and of --set."""
 CHECKPOINTS = "checkpoints"
 """In a run's folder: the folder of its checkpoints."""
+_SECTIONS_WITH_EARLIER_NAMES = ("method", "learning_rate_factors", "weight_decay_factors")
 
 
 def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -106,10 +107,25 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         elif isinstance(before, Mapping) and isinstance(value, Mapping):
             # A section with another `name`, such as another method, has other keys: it is replaced.
             is_same_kind = value.get("name") in (None, before.get("name"))
+            if key in _SECTIONS_WITH_EARLIER_NAMES:
+                before = _named_as_in(value, before)
             result[key] = merged(before, value) if is_same_kind else value
         else:
             result[key] = value
     return result
+
+
+def _named_as_in(changes: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, where a setting has the other of its two names in `changes`, with that name.
+
+    One source may have its earlier name, and the next one, which changes it, today's.
+    """
+    settings = dict(settings)
+    for earlier, today in STILL_READ_KEYS.items():
+        for name, other in ((earlier, today), (today, earlier)):
+            if name in settings and other in changes and name not in changes:
+                settings[other] = settings.pop(name)
+    return settings
 
 
 def _change_of(text: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.config.data import Corpus, CorpusName, Data
 from pipeline.config.reading import (
@@ -16,6 +16,7 @@ from pipeline.config.reading import (
     PositiveInt,
     Section,
     Texts,
+    with_todays_kinds,
 )
 from pipeline.config.schedule import DecayShape, Schedule
 
@@ -40,7 +41,7 @@ class Stage(Section):
     """name of the stage, of letters, digits, dots, dashes and underscores"""
     steps: PositiveInt
     """number of optimizer steps; the steps of all stages add up to schedule.steps"""
-    trains: Texts = []
+    trains: Annotated[Texts, AfterValidator(with_todays_kinds), AfterValidator(list)] = []
     """which of the method's parameters train, by kind of block (`new_tokens`) or by pattern of
     parameter names (`output.new_rows`); default: all of them"""
     learning_rate: PositiveFloat | None = None

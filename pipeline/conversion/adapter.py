@@ -50,10 +50,10 @@ def adapter_unsupported_reason(settings: Method, spec: DecoderSpec, *, gated: bo
     """Why a trained model cannot be exported as an adapter of its base; None if it can."""
     if not isinstance(settings, Lora):
         return f"method {settings.name} trains no adapters"
-    if settings.has_own_weights:
-        return "own rows and gains are not part of an adapter"
-    if settings.own_first_layer > 0:
-        return "PEFT takes adapters to be in every layer (own_first_layer leaves some out)"
+    if settings.has_open_weights:
+        return "open rows and gains are not part of an adapter"
+    if settings.open_first_layer > 0:
+        return "PEFT takes adapters to be in every layer (open_first_layer leaves some out)"
     if gated:
         return "a gate decides for each token (--without-gate leaves it out)"
     if spec.new_tokens > 0:

@@ -82,7 +82,7 @@ class LoraMethod(FrozenBaseMethod):
     A is uniform in ±1/√in, as in PEFT; B is zero. There is no dropout: its random numbers would
     depend on the layout, and a run could not resume on another one.
 
-    Own rows and gains, which only tokens that a gate opens read, start at zero. With own rows the
+    Open rows and gains, which only tokens that a gate opens read, start at zero. With open rows the
     initial values are read from a folder, which names the tokens that have rows.
     """
 

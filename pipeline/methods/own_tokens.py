@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.method import Lora, OwnRows, ScaleMethod
+from pipeline.config.method import Lora, OpenRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import TokenCorpus
@@ -26,40 +26,40 @@ _JUDGED_TOKENS = 2**20
 def own_tokens_of(
     config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
 ) -> tuple[int, ...] | None:
-    """The ids that get rows of their own in the run; None for methods without own rows.
+    """The ids that get rows of their own in the run; None for methods without open rows.
 
     Raises:
-        ConfigError: no token is as frequent as `method.own_rows.min_count` asks.
+        ConfigError: no token is as frequent as `method.open_rows.min_count` asks.
         DataError: a corpus of role new is not tokenized yet, or by another tokenizer, or holds an
             id for which neither the base nor the run's vocabulary has a row.
     """
     method = config.method
-    if not isinstance(method, (ScaleMethod, Lora)) or method.own_rows is None:
+    if not isinstance(method, (ScaleMethod, Lora)) or method.open_rows is None:
         return None
-    if not isinstance(method.own_rows, OwnRows):
+    if not isinstance(method.open_rows, OpenRows):
         return tuple(range(vocab_size))
     return frequent_tokens(
         config,
         vocab_size,
-        method.own_rows.min_count,
-        setting="method.own_rows.min_count",
+        method.open_rows.min_count,
+        setting="method.open_rows.min_count",
         tokenizer_fingerprint=tokenizer_fingerprint,
     )
 
 
 def check_min_count(config: RunConfig, vocab_size: int, tokenizer: Tokenizer) -> None:
-    """Checks that the new text is not too little for own rows, before the expansion is made.
+    """Checks that the new text is not too little for open rows, before the expansion is made.
 
     Text on the hub, and more than a million tokens, is not judged.
 
     Raises:
-        ConfigError: no token is as frequent as `method.own_rows.min_count` asks.
+        ConfigError: no token is as frequent as `method.open_rows.min_count` asks.
         DataError: a text or a corpus cannot be read.
     """
     method = config.method
-    if not isinstance(method, (ScaleMethod, Lora)) or not isinstance(method.own_rows, OwnRows):
+    if not isinstance(method, (ScaleMethod, Lora)) or not isinstance(method.open_rows, OpenRows):
         return
-    min_count = method.own_rows.min_count
+    min_count = method.open_rows.min_count
     jobs = []
     for job in corpus_jobs(config.data, config.tokenizer):
         if job.corpus.role == "new" and job.part == "train":
@@ -74,7 +74,7 @@ def check_min_count(config: RunConfig, vocab_size: int, tokenizer: Tokenizer) ->
             judged += len(ids)
             if counts.max() >= min_count or judged > _JUDGED_TOKENS:
                 return
-    raise ConfigError(too_rare("method.own_rows.min_count", int(counts.max()), min_count))
+    raise ConfigError(too_rare("method.open_rows.min_count", int(counts.max()), min_count))
 
 
 def _ids_of(job: Job, tokenizer: Tokenizer) -> Iterator[npt.NDArray[Any]]:

@@ -31,8 +31,8 @@ KINDS = (
     "embedding",
     "output",
     "new_tokens",
-    "own_rows",
-    "own_gains",
+    "open_rows",
+    "open_gains",
     "norm",
     *_PARTS_OF_A_MAP,
     "base",
@@ -85,9 +85,9 @@ def block_kind(name: str) -> str:
     if "new_rows" in parts:
         return "new_tokens"
     if parts[0] == "own_input" or parts[-1] == "own_rows":
-        return "own_rows"
+        return "open_rows"
     if "own" in parts:
-        return "own_gains"
+        return "open_gains"
     if parts[0] in ("embedding", "output"):
         return parts[0]
     if any(part.endswith("_norm") for part in parts):

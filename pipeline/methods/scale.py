@@ -16,7 +16,7 @@ import torch
 from pipeline.config.method import (
     Initialisers,
     Lora,
-    OwnRows,
+    OpenRows,
     ScaleMethod,
     starts_from_expansion,
 )
@@ -77,7 +77,7 @@ class FrozenBaseMethod(TrainingMethod):
 
     def own_tokens(self, vocab_size: int) -> tuple[int, ...] | None:
         """The ids that have rows of their own; all, as an upper bound, until they were counted."""
-        if self.settings.own_rows is None:
+        if self.settings.open_rows is None:
             return None
         counted = self._counted_tokens()
         if counted is not None:
@@ -86,11 +86,11 @@ class FrozenBaseMethod(TrainingMethod):
 
     @property
     def parameter_bound(self) -> str | None:
-        if isinstance(self.settings.own_rows, OwnRows) and self._counted_tokens() is None:
+        if isinstance(self.settings.open_rows, OpenRows) and self._counted_tokens() is None:
             # `own_tokens` is a bound.
             return (
-                "an upper bound, with own rows of all tokens: scale-cpt upscale counts which "
-                "tokens get one (method.own_rows.min_count)"
+                "an upper bound, with open rows of all tokens: scale-cpt upscale counts which "
+                "tokens get one (method.open_rows.min_count)"
             )
         return None
 
@@ -103,10 +103,10 @@ class FrozenBaseMethod(TrainingMethod):
         if own.gains or own.low_rank is not None:
             modules = spec.describe_own(own)
             if modules is not None:
-                yield "own weights", modules
+                yield "open weights", modules
         if own.low_rank is not None and spec.mixture is not None:
             yield (
-                "own weights",
+                "open weights",
                 "low-rank differences of all linear maps but the experts', which stay the base's",
             )
 

@@ -116,10 +116,10 @@ def plan_expansion(
     num_layers: int,
     own_tokens: tuple[int, ...] | None = None,
 ) -> ExpansionPlan:
-    """The plan of what is added to a base; `own_tokens` are the ids with own rows, if the method
+    """The plan of what is added to a base; `own_tokens` are the ids with open rows, if the method
     has any.
 
-    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp or own_first_layer
+    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp or open_first_layer
     leaves no layer.
     """
     if isinstance(method, Lora):

@@ -63,10 +63,10 @@ def small_run(
     values["forgetting"] = {**before.get("forgetting", {}), "action": "warn"}
     if config.gate is not None:
         values["gate"] = {**before["gate"], **_small_gate(config.gate)}
-    own_rows = before["method"].get("own_rows")
-    if is_any_cut and isinstance(own_rows, dict):
+    open_rows = before["method"].get("open_rows")
+    if is_any_cut and isinstance(open_rows, dict):
         # In less text every token is rarer.
-        values["method"] = {**before["method"], "own_rows": {**own_rows, "min_count": 1}}
+        values["method"] = {**before["method"], "open_rows": {**open_rows, "min_count": 1}}
     return parse_config(values, source=f"a small copy of {config.name}")
 
 

@@ -94,8 +94,8 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
     for row in rows:
         run = study / str(row.folder)
         config = load_config(run / "run.yaml")
-        has_own_weights = isinstance(config.method, ScaleMethod) and config.method.has_own_weights
-        if not has_own_weights:
+        has_open_weights = isinstance(config.method, ScaleMethod) and config.method.has_open_weights
+        if not has_open_weights:
             yield row.label, row.learning_rate, exported(run, gated=False)
         if config.gate is not None:
             yield f"{row.label} + gate", row.learning_rate, exported(run, gated=True)

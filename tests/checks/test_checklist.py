@@ -263,7 +263,7 @@ def test_the_plan_of_a_run_in_stages_has_the_groups_and_the_batch_of_each(begun)
         ({"gate": {}}, "transformers runs format scale, vLLM does not: it has a running mean"),
         ({"gate": {"features": "token", "layer": 4}}, ".* vLLM does not: .* layers that run twice"),
         (
-            {"gate": {"features": "token"}, "method__own_rows": {}},
+            {"gate": {"features": "token"}, "method__open_rows": {}},
             "transformers and, on one rank, vLLM run format scale;",
         ),
         (

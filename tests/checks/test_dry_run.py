@@ -85,13 +85,13 @@ def test_the_plan_names_the_kernels_of_attention(tokens, tmp_path):
 
 
 def test_own_rows_are_bounded_until_they_are_counted(tokens, tmp_path):
-    own = {"own_rows": {"min_count": 5}, "own_gains": True, "low_rank": 2}
+    own = {"open_rows": {"min_count": 5}, "open_gains": True, "low_rank": 2}
     changes = {f"method__{name}": value for name, value in own.items()}
     plain = plan_of(make_run(tmp_path / "plain", tokens, gate={}))
     bound = plan_of(write_config(tmp_path / "run", tokens, gate={}, **changes))
     counted = plan_of(make_run(tmp_path / "run", tokens, gate={}, **changes))
     texts = [text for name, text in bound.rows if name == "parameters"]
-    assert "an upper bound, with own rows of all tokens" in texts[1]
+    assert "an upper bound, with open rows of all tokens" in texts[1]
     assert "an upper bound" not in str(counted)
 
     expansion = open_expansion(tmp_path / "run" / "initial_expansion")
@@ -134,7 +134,7 @@ def test_the_plan_says_that_experts_have_no_low_rank_differences(base, tmp_path)
     config = load_config(write_config(tmp_path, tmp_path, method__low_rank=2, gate={}))
     method = training_method(config)
     [(name, text)] = method.dry_run_rows(base("mixtral").spec)
-    assert name == "own weights" and "but the experts', which stay the base's" in text
+    assert name == "open weights" and "but the experts', which stay the base's" in text
     assert not list(method.dry_run_rows(base("llama").spec))
 
 

@@ -210,7 +210,7 @@ def _config(
         },
         "deepspeed": "unused",
     }
-    if method.get("own_gains") or method.get("own_rows") or method.get("low_rank"):
+    if method.get("open_gains") or method.get("open_rows") or method.get("low_rank"):
         values["gate"] = {}
         values["data"]["corpora"]["old"] = CORPUS | {"role": "replay"}
         values["data"]["replay_fraction"] = 0.5

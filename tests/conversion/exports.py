@@ -34,7 +34,7 @@ from tests.tolerances import PARITY, assert_near
 from tests.widened import balance_router, some_tokens
 
 _BOTH = {"collaborative_modules": "both"}
-OWN: dict[str, Any] = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
+OWN: dict[str, Any] = {"open_rows": {"min_count": 1}, "open_gains": True, "low_rank": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "scale": scale("route", **_BOTH),
     "merged": scale("adapt", **_BOTH, norm="base"),
@@ -52,15 +52,15 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "adapt norm base": scale("adapt", norm="base"),
     "route stories": scale("route", l_fp=2, router_threshold=0.9),
     "adapt stories": scale("adapt", **_BOTH, l_fp=2),
-    "own preserve": scale("preserve", own_first_layer=1, norm="base", **OWN),
+    "own preserve": scale("preserve", open_first_layer=1, norm="base", **OWN),
     "own adapt": scale("adapt", **_BOTH, **OWN),
     "own adapt from 0": scale("adapt", **_BOTH, l_fp=0, **OWN),
     "adapt from 0": scale("adapt", **_BOTH, l_fp=0),
-    "own lora": lora(own_rows={"min_count": 1}, own_gains=True),
+    "own lora": lora(open_rows={"min_count": 1}, open_gains=True),
     "own merged": scale("adapt", **_BOTH, l_fp=0, norm="base", **OWN),
-    "own preserve merged": scale("preserve", own_first_layer=0, norm="base", **OWN),
+    "own preserve merged": scale("preserve", open_first_layer=0, norm="base", **OWN),
     "own matrices merged": scale("adapt", **_BOTH, norm="base", low_rank=2),
-    "own lora from 1": lora(own_first_layer=1, own_gains=True, target_modules=["query", "down"]),
+    "own lora from 1": lora(open_first_layer=1, open_gains=True, target_modules=["query", "down"]),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
     # 6 heads and 3 key/value heads on most bases, which no even number of ranks splits.

@@ -374,7 +374,7 @@ def test_a_merged_export_is_verified(models, tmp_path):
 
 @pytest.mark.full
 def test_gains_of_heads_are_not_merged_with_added_heads(models):
-    with pytest.raises(ConversionError, match=r"own_gains: bases of model_type qwen3 normalise"):
+    with pytest.raises(ConversionError, match=r"open_gains: bases of model_type qwen3 normalise"):
         choose_export(models("qwen3", "own preserve merged"), "merged", torch.float32)
 
 

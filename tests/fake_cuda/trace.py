@@ -85,8 +85,8 @@ LENGTH = 251
 """A prime that is no width of any base here: two dimensions of this size are pairs of tokens."""
 NEW_TOKENS = 5
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
-    "own rows": {"own_rows": {"min_count": 1}},
-    "own gains": {"own_gains": True},
+    "own rows": {"open_rows": {"min_count": 1}},
+    "own gains": {"open_gains": True},
     "low rank": {"low_rank": 2},
 }
 """By option, settings of what open tokens have of their own."""
@@ -202,7 +202,7 @@ def method_settings(case: Case) -> Method:
         return Lora(name="lora", rank=2, alpha=4, **own)
     if case.method == "preserve":
         # Own weights begin with the collaborative layers, of which Preserve has none.
-        own["own_first_layer"] = 1
+        own["open_first_layer"] = 1
     return scale_settings(case.method, **own)
 
 

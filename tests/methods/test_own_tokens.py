@@ -31,8 +31,8 @@ from tests.widened import scale_settings
 VOCAB_SIZE = 512
 
 
-def run_with(tmp_path, tokens, own_rows: Any, **changes: Any):
-    method = scale_settings("adapt", own_rows=own_rows).model_dump(mode="json")
+def run_with(tmp_path, tokens, open_rows: Any, **changes: Any):
+    method = scale_settings("adapt", open_rows=open_rows).model_dump(mode="json")
     return load_config(write_config(tmp_path, tokens, method=method, gate={}, **changes))
 
 
@@ -141,20 +141,20 @@ def test_experts_have_no_low_rank_differences_and_all_other_maps_have(base, name
     assert names and not any(".experts." in path for path in names)
 
 
-OWN_ROWS: dict[str, Any] = {"method__own_rows": {"min_count": 5}}
+OPEN_ROWS: dict[str, Any] = {"method__open_rows": {"min_count": 5}}
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    ("rows", OWN_ROWS, "method.own_rows, own_gains, low_rank: .* add a section gate"),
-    ("gains", {"method__own_gains": True}, "method.own_rows, .* add a section gate"),
-    ("low rank", {"method__low_rank": 2}, "method.own_rows, .* add a section gate"),
+    ("rows", OPEN_ROWS, "method.open_rows, open_gains, low_rank: .* add a section gate"),
+    ("gains", {"method__open_gains": True}, "method.open_rows, .* add a section gate"),
+    ("low rank", {"method__low_rank": 2}, "method.open_rows, .* add a section gate"),
     (
         "freeze",
-        {"method": {"name": "freeze", "frozen_layers": 1, "own_gains": True}, "gate": {}},
-        "method.own_gains: unknown key",
+        {"method": {"name": "freeze", "frozen_layers": 1, "open_gains": True}, "gate": {}},
+        "method.open_gains: unknown key",
     ),
     (
         "every count",
-        {"method__own_rows": {"min_count": 10**9}, "gate": {}},
-        r"method.own_rows.min_count: expected at most \d+, .*found 1000000000",
+        {"method__open_rows": {"min_count": 10**9}, "gate": {}},
+        r"method.open_rows.min_count: expected at most \d+, .*found 1000000000",
     ),
     (
         "rank",
@@ -164,7 +164,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "rank of lora",
         {
-            "method": {"name": "lora", "rank": 33, "own_rows": {"min_count": 5}},
+            "method": {"name": "lora", "rank": 33, "open_rows": {"min_count": 5}},
             "gate": {},
         },
         "method.rank: expected at most 32, .*, found 33",
@@ -189,7 +189,7 @@ def test_counts_of_another_tokenizer_end_the_command_in_one_line(tokens, tmp_pat
     described = json.loads((other / "tokenizer.json").read_text())
     described["model"]["merges"].pop()
     (other / "tokenizer.json").write_text(json.dumps(described))
-    run = write_config(tmp_path / "run", tokens, **OWN_ROWS, gate={}, base=str(other))
+    run = write_config(tmp_path / "run", tokens, **OPEN_ROWS, gate={}, base=str(other))
     done = scale_cpt("upscale", run)
     assert done.returncode in (1, 2)  # 2: the configuration is at fault
     lines = done.stderr.splitlines()
@@ -204,6 +204,6 @@ def test_the_dry_run_finds_a_rank_above_the_maps(tokens, tmp_path):
 
 
 def test_a_first_layer_beyond_the_last_is_refused(tmp_path):
-    settings = scale_settings("preserve", own_gains=True, own_first_layer=99)
-    with pytest.raises(ConfigError, match="own_first_layer: 99 leaves none of the base's"):
+    settings = scale_settings("preserve", open_gains=True, open_first_layer=99)
+    with pytest.raises(ConfigError, match="open_first_layer: 99 leaves none of the base's"):
         upscale(settings, open_base(STORIES), tmp_path, 0)

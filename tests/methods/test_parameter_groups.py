@@ -40,10 +40,10 @@ NAMES = {
     "final_norm.base.weight": "norm",
     "output.expansion": "output",
     "output.new_rows": "new_tokens",
-    "own_input.rows.weight": "own_rows",
-    "output.own_rows": "own_rows",
-    "layers.1.ffn_norm.own.weight": "own_gains",
-    "final_norm.own.bias": "own_gains",
+    "own_input.rows.weight": "open_rows",
+    "output.own_rows": "open_rows",
+    "layers.1.ffn_norm.own.weight": "open_gains",
+    "final_norm.own.bias": "open_gains",
 }
 PATTERNS = ("layers.*", "layers.1.*", "*.weight", "output.*", "embedding.expansion.weight")
 

@@ -23,8 +23,8 @@ from tests.widened import (
 OWN_WEIGHTS = scale_settings(
     "adapt",
     collaborative_modules="both",
-    own_rows={"min_count": 1},
-    own_gains=True,
+    open_rows={"min_count": 1},
+    open_gains=True,
     low_rank=2,
 )
 

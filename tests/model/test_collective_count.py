@@ -39,7 +39,7 @@ ROUTER = [3 * TOKENS]
 """Of each token the three sums of a cosine similarity."""
 ONE_KV_HEAD = {"expansion": {"hidden_size": U, "intermediate_size": 8, "num_attention_heads": 2}}
 RANK = 2
-OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": RANK}
+OWN = {"open_rows": {"min_count": 1}, "open_gains": True, "low_rank": RANK}
 OWN_ROWS = 50 * D
 """The gradient of own output rows: one for every other token of 97, and one for all others."""
 SETTINGS = {

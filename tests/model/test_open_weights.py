@@ -17,17 +17,17 @@ from tests.tolerances import PARITY, assert_near
 from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened
 
 OWN = {
-    "rows": {"own_rows": {"min_count": 1}},
-    "gains": {"own_gains": True},
+    "rows": {"open_rows": {"min_count": 1}},
+    "gains": {"open_gains": True},
     "low rank": {"low_rank": 2},
-    "all three": {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2},
+    "all three": {"open_rows": {"min_count": 1}, "open_gains": True, "low_rank": 2},
 }
 VARIANTS = {
-    "preserve": {"own_first_layer": 1},
+    "preserve": {"open_first_layer": 1},
     "adapt": {"collaborative_modules": "both"},
     "adapt from the embedding on": {"collaborative_modules": "both", "l_fp": 0},
     "lora": {"target_modules": ("query", "value", "down")},
-    "lora from layer 1 on": {"own_first_layer": 1, "alpha": 3},
+    "lora from layer 1 on": {"open_first_layer": 1, "alpha": 3},
 }
 # Llama, tied embeddings, LayerNorm with biases and parallel residuals, post-norms with soft-capping, norms of heads.
 BASES = ["llama", "llama tied", "neox", "gemma2", "qwen3"]

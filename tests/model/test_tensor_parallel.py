@@ -207,12 +207,12 @@ EXTENDED = [
     Case("llama", method, {"rank": 2} if method == "lora" else {}, uses_kl=True, new_tokens=True)
     for method in ("preserve", "route", "fft", "lora")
 ]
-OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
-OWN_OF_LORA = {"rank": 4, "alpha": 6, "own_rows": {"min_count": 1}, "own_gains": True}
+OWN = {"open_rows": {"min_count": 1}, "open_gains": True, "low_rank": 2}
+OWN_OF_LORA = {"rank": 4, "alpha": 6, "open_rows": {"min_count": 1}, "open_gains": True}
 OWN_WEIGHTS = [
-    Case("llama", "preserve", {"own_first_layer": 1, **OWN}),
+    Case("llama", "preserve", {"open_first_layer": 1, **OWN}),
     Case("llama tied", "adapt", {**BOTH, **OWN}, uses_kl=True, documents=True),
-    Case("qwen3", "preserve", {"own_first_layer": 1, **OWN}, uses_kl=True, sequence_parallel=True),
+    Case("qwen3", "preserve", {"open_first_layer": 1, **OWN}, uses_kl=True, sequence_parallel=True),
     Case("neox", "adapt", {**BOTH, **OWN}, "all", uses_kl=True, sequence_parallel=True),
     Case("llama tied", "lora", OWN_OF_LORA, uses_kl=True, sequence_parallel=True),
 ]

@@ -28,8 +28,8 @@ SMALL = [
     "validation.max_sequences=2",
     "preflight.enabled=false",
     "gate=null",
-    "method.own_rows=null",
-    "method.own_gains=false",
+    "method.open_rows=null",
+    "method.open_gains=false",
     "method.low_rank=null",
 ]
 

@@ -46,8 +46,8 @@ def test_layers_below_a_gate_that_reads_above_trained_weights_count_twice(base, 
     scores = 2 * 2 * 32 * spec.widths.num_attention_heads * spec.head_dim
     a_layer = 2 * matrices + scores
     assert served(2, **adapters).open == pytest.approx(one_path.open + 2 * a_layer)
-    later = served(2, **adapters, own_first_layer=1)
-    earlier = served(1, **adapters, own_first_layer=1)
+    later = served(2, **adapters, open_first_layer=1)
+    earlier = served(1, **adapters, open_first_layer=1)
     assert later.open == pytest.approx(earlier.open + a_layer)
 
 

@@ -26,7 +26,7 @@ def short_demo(folder: Path) -> Path:
     run.update(name="short", folder=str(folder / "run"))
     run["data"]["folder"] = str(folder / "tokens")
     del run["data"]["corpora"]["self_generated"], run["gate"]
-    for name in ("own_rows", "own_gains", "low_rank"):
+    for name in ("open_rows", "open_gains", "low_rank"):
         del run["method"][name]
     for name, corpus in run["data"]["corpora"].items():
         for key, count in (("input", 40), ("heldout_input", 6)):

@@ -19,7 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"name": "lora", "rank": 4},
     "llama_pro": {"name": "llama_pro", "added_layers": 5},
 }
-OWN_WEIGHTS = {"own_gains": True, "low_rank": 2, "own_rows": {"min_count": 2}}
+OWN_WEIGHTS = {"open_gains": True, "low_rank": 2, "open_rows": {"min_count": 2}}
 """What tokens that a gate opens have of their own."""
 TRAINS_BASE = ("fft", "freeze")
 RATES_BY_GROUP = {"adapt": {"expansion_to_base": 0.5, "layers.*.attention.*": 2.0}}
@@ -110,7 +110,7 @@ class Journey(NamedTuple):
                 # Its own weights of low rank are its adapters.
                 del method["low_rank"]
             if self.method == "preserve":
-                method["own_first_layer"] = 2
+                method["open_first_layer"] = 2
         parallel = {
             "tp_size": layout.tp_size,
             "sequence_parallel": self.sequence_parallel and layout.tp_size > 1,

@@ -455,7 +455,7 @@ OTHER_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_pro": ("layers.*.ffn.*", {"method": METHODS["llama_pro"], "zero": 2}),
     "route": ("norm", {"method": METHODS["route"], "zero": 3, "data__replay_loss": "kl"}),
     "weights of open tokens": (
-        "own_rows",
+        "open_rows",
         {"method": METHODS["adapt"] | OWN_WEIGHTS, "zero": 2, "gate": {}},
     ),
 }

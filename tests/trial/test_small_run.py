@@ -106,7 +106,7 @@ def large_run(folder: Path, **changes: Any) -> RunConfig:
         "checkpoints": {"every_steps": 100, "keep_every_steps": 500},
         "validation": {"every_steps": 100, "stop_after": 3, "cool_down_steps": 50},
         "observers": {"wandb": {"project": "x"}},
-        "method__own_rows": {"min_count": 50},
+        "method__open_rows": {"min_count": 50},
         "gate": {"max_open_fraction": 1e-5},
     }
     return load_config(write_config(folder / "run", folder / "tokens", **settings | changes))
@@ -122,8 +122,8 @@ def test_a_small_run_keeps_what_it_is_and_shrinks_what_takes_long(tmp_path: Path
     config = large_run(tmp_path)
     found = small(config, tmp_path)
     assert (found.base, found.parallel) == (config.base, config.parallel)
-    assert found.method.model_dump(exclude={"own_rows"}) == config.method.model_dump(
-        exclude={"own_rows"}
+    assert found.method.model_dump(exclude={"open_rows"}) == config.method.model_dump(
+        exclude={"open_rows"}
     )
     assert found.schedule == config.schedule.model_copy(
         update={"steps": 20, "global_batch_size": 8}  # four micro-batches of two

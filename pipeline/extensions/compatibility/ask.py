@@ -93,7 +93,7 @@ def format_refusals(features: Iterable[str]) -> dict[str, str | None]:
     method = config.method
     plan = None
     if isinstance(method, ScaleMethod | Lora):
-        open_tokens = None if method.own_rows is None else (1, 2)
+        open_tokens = None if method.open_rows is None else (1, 2)
         plan = plan_expansion(method, spec.widths, spec.num_layers, open_tokens)
     gated = config.gate is not None and WITHOUT_GATE not in chosen
     return unsupported_reasons(method, plan, spec, gated=gated)

@@ -42,7 +42,7 @@ WITHOUT_GATE = "--without-gate"
 """An option of `scale-cpt convert`: the gate, which training needs, is left out of the export."""
 
 _EXPANSION = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-_FIRST_LAYER = {"preserve": {"method.own_first_layer": 1}}
+_FIRST_LAYER = {"preserve": {"method.open_first_layer": 1}}
 """Preserve needs to be told where open tokens leave the base's stream."""
 
 
@@ -77,8 +77,8 @@ SETTINGS: Mapping[str, Feature] = {
         }
     ),
     "gate": Feature({"gate": {}}),
-    "open rows": Feature({"method.own_rows": {"min_count": 5}, "gate": {}}, beside=_FIRST_LAYER),
-    "open gains": Feature({"method.own_gains": True, "gate": {}}, beside=_FIRST_LAYER),
+    "open rows": Feature({"method.open_rows": {"min_count": 5}, "gate": {}}, beside=_FIRST_LAYER),
+    "open gains": Feature({"method.open_gains": True, "gate": {}}, beside=_FIRST_LAYER),
     "low rank": Feature({"method.low_rank": 4, "gate": {}}, beside=_FIRST_LAYER),
     "fp8": Feature({"base_precision": "fp8"}),
     "nf4": Feature({"base_precision": "nf4"}),
@@ -95,7 +95,7 @@ OTHERS: Mapping[str, Feature] = {
         {"activation_checkpointing": "all", "recomputation_keeps": "products"}
     ),
     "target modules": Feature({"method.target_modules": ["query", "value"]}),
-    "from layer 1 on": Feature({"method.own_first_layer": 1}),
+    "from layer 1 on": Feature({"method.open_first_layer": 1}),
     WITHOUT_GATE: Feature(),
 }
 """Features that make a row of a table together with others."""

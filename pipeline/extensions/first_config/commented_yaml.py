@@ -87,8 +87,8 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
             f"{comment}\n"
             f"l_fp: the lower {l_fp} of the {spec.num_layers} layers never read the new blocks."
         )
-    own = [name for name in ("own_rows", "own_gains", "low_rank") if name in method]
-    if not own:
+    opened = [name for name in ("open_rows", "open_gains", "low_rank") if name in method]
+    if not opened:
         return (
             f"{comment}\n"
             f"l_fp: the gate reads before layer {l_fp} of {spec.num_layers}, from which on open "
@@ -100,7 +100,7 @@ def method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
     return (
         f"{comment}\n"
         f"From layer {l_fp} (l_fp) on, tokens that the gate opens also have weights of their own "
-        f"({', '.join(own)}),\nin which most of the new language is learned (docs/gate.md)."
+        f"({', '.join(opened)}),\nin which most of the new language is learned (docs/gate.md)."
         f"{twice}\nThe export of such a run has the format scale."
     )
 
@@ -110,11 +110,11 @@ def _low_rank_comment(method: dict[str, Any], spec: DecoderSpec) -> str:
     more = ""
     if 2 * rank <= narrowest_map(spec):
         more = " With twice the rank more is learned."
-    trained = "a trained difference of each norm's gains (own_gains)"
-    if "own_rows" in method:
+    trained = "a trained difference of each norm's gains (open_gains)"
+    if "open_rows" in method:
         trained += (
             ",\nand one of the embedding and output rows of every token that the new text has "
-            "min_count times or more (own_rows)"
+            "min_count times or more (open_rows)"
         )
     return (
         f"LoRA on every linear map, of rank {rank} for a hidden size of "

@@ -81,7 +81,7 @@ class Draft:
                 # A merged export needs it, and such a run is to be exported so.
                 method["norm"] = "base"
             return [method]
-        # Own rows with an extended vocabulary were not measured.
+        # Open rows with an extended vocabulary were not measured.
         with_rows = self.wanted.vocabulary is None
         method = method_under_gate(
             self.spec, with_rows=with_rows, min_count=min_count_of(self.learned)

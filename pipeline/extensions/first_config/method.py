@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.method import OpenRows, ScaleMethod
 from pipeline.errors import ConfigError
 from pipeline.extensions.first_config.texts import TextMeasure
 from pipeline.model.bases import kind_of
@@ -30,7 +30,7 @@ _RANK_SHARE = 1 / 8
 does not depend on the width. Adapters have 15 to 19 % of the parameters of Llama 1B, 8B and 70B."""
 _RANK_STEP = 4
 """By what the rank is divided where memory is short."""
-_MIN_COUNTS = (OwnRows().min_count, 10, 5, 2, 1)
+_MIN_COUNTS = (OpenRows().min_count, 10, 5, 2, 1)
 _FREQUENT_SHARE = 0.5
 """The least share of the new text's tokens that should have rows of their own."""
 _MULTIPLE_OF = 8
@@ -68,8 +68,8 @@ def scale_method(spec: DecoderSpec) -> dict[str, Any]:
 def smaller_methods(method: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The method, then what takes less memory: without rows, then with lower ranks too."""
     yield method
-    if "own_rows" in method:
-        method = {name: value for name, value in method.items() if name != "own_rows"}
+    if "open_rows" in method:
+        method = {name: value for name, value in method.items() if name != "open_rows"}
         yield method
     while method["name"] == "lora" and method["rank"] >= _RANK_STEP * _LOW_RANK:
         method = {**method, "rank": method["rank"] // _RANK_STEP}
@@ -88,33 +88,33 @@ def min_count_of(learned: TextMeasure) -> int:
 
 
 def method_under_gate(
-    spec: DecoderSpec, *, with_rows: bool, min_count: int = OwnRows().min_count
+    spec: DecoderSpec, *, with_rows: bool, min_count: int = OpenRows().min_count
 ) -> dict[str, Any]:
     """The section `method` for a run with a gate, with weights that only open tokens read.
 
-    Low-rank differences of every map, with own rows and gains, learned as much as an expansion of
+    Low-rank differences of every map, with open rows and gains, learned as much as an expansion of
     the same size, and cost less (docs/results/frontier.md). A mixture's experts have none, so that
     there a dense expansion stands beside them.
     """
-    own = _rows_and_gains(min_count if with_rows else None)
+    opened = _rows_and_gains(min_count if with_rows else None)
     if not spec.is_native:
-        return _with_supported_weights(scale_method(spec), spec, own)
+        return _with_supported_weights(scale_method(spec), spec, opened)
     if spec.mixture is None:
         # No rank may be above that of a map. Large bases have few key/value heads.
         rank = min(_multiple(_RANK_SHARE * spec.widths.hidden_size), narrowest_map(spec))
-        return {"name": "lora", "rank": rank, **own}
+        return {"name": "lora", "rank": rank, **opened}
     return {
         **scale_method(spec),
         "l_fp": _GATED_L_FP,
         "collaborative_modules": "both",
         "norm": "base",
-        **own,
+        **opened,
         "low_rank": min(_LOW_RANK, narrowest_map(spec)),
     }
 
 
 def _with_supported_weights(
-    method: dict[str, Any], spec: DecoderSpec, own: dict[str, Any]
+    method: dict[str, Any], spec: DecoderSpec, opened: dict[str, Any]
 ) -> dict[str, Any]:
     """The method with as many open weights as the base supports.
 
@@ -122,7 +122,7 @@ def _with_supported_weights(
     """
     l_fp = min(GATE_LAYER, spec.num_layers - 1)
     gated = {**method, "l_fp": l_fp, "collaborative_modules": "both"}
-    for name, value in {**own, "low_rank": _LOW_RANK}.items():
+    for name, value in {**opened, "low_rank": _LOW_RANK}.items():
         one_more = {**gated, name: value}
         try:
             kind_of(spec).check_method(ScaleMethod.model_validate(one_more), spec)
@@ -133,12 +133,12 @@ def _with_supported_weights(
 
 
 def _rows_and_gains(min_count: int | None) -> dict[str, Any]:
-    """The settings of own gains, and before them, where `min_count` is given, of own rows."""
-    own: dict[str, Any] = {}
+    """The settings of open gains, and before them, where `min_count` is given, of open rows."""
+    settings: dict[str, Any] = {}
     if min_count is not None:
-        own["own_rows"] = {"min_count": min_count}
-    own["own_gains"] = True
-    return own
+        settings["open_rows"] = {"min_count": min_count}
+    settings["open_gains"] = True
+    return settings
 
 
 def has_no_gate(spec: DecoderSpec) -> bool:

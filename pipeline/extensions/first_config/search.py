@@ -78,7 +78,7 @@ def _groups_of_layouts(
 def _candidates(methods: Sequence[dict[str, Any]], length: int) -> Iterator[tuple[int, int]]:
     """The numbers of methods and the lengths to try, in order.
 
-    Own rows are given up before length, and length before the rank.
+    Open rows are given up before length, and length before the rank.
     """
     lengths = _lengths(length)
     most_alike = min(2, len(methods))

@@ -287,7 +287,7 @@ def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None
         raise BaseModelError(
             f"layer {added.index}: {min(missing)} has open weights and was not called, as it was "
             "when the structure was found; another kernel of transformers reads its weights: "
-            "remove that kernel's package, or method.low_rank and own_gains"
+            "remove that kernel's package, or method.low_rank and open_gains"
         )
 
 

@@ -85,9 +85,9 @@ def _check_gate(config: RunConfig, spec: HostedSpec, hosted: str) -> None:
     if config.gate is None or not isinstance(method, (ScaleMethod, Lora)):
         return
     is_adapt = isinstance(method, ScaleMethod) and method.variant != "preserve"
-    setting = "l_fp" if is_adapt else "own_first_layer"
+    setting = "l_fp" if is_adapt else "open_first_layer"
     first = getattr(method, setting)
-    if first is None:  # Preserve without own weights: the base's stream is exact everywhere
+    if first is None:  # Preserve without open weights: the base's stream is exact everywhere
         return
     # Without gate.layer the gate reads before layer `first`, or before layer 2 where that is 0.
     if first == 0 or (config.gate.layer or 0) > first:
@@ -110,7 +110,7 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
                 f"method.target_modules: names maps of native families, and the maps of {hosted} "
                 f"have names of their own; remove it: all get an adapter, {_OR_NATIVE}"
             )
-        _check_own_weights(method, spec, hosted)
+        _check_open_weights(method, spec, hosted)
         return
     if not isinstance(method, ScaleMethod):
         raise ConfigError(
@@ -127,24 +127,24 @@ def check_hosted_method(method: Method, spec: HostedSpec) -> None:
             f"method.norm: expected separate with {hosted}, which has no merged export, found "
             f"base; remove it, {_OR_NATIVE}"
         )
-    if method.has_own_weights:
-        _check_own_weights(method, spec, hosted)
+    if method.has_open_weights:
+        _check_open_weights(method, spec, hosted)
 
 
-def _check_own_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str) -> None:
+def _check_open_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str) -> None:
     """Raises ConfigError where the base has no place for open weights."""
     if isinstance(method, Lora):
-        first: int | None = method.own_first_layer
+        first: int | None = method.open_first_layer
         setting = "rank"
         has_low_rank = True
     else:
-        first = method.l_fp if method.own_first_layer is None else method.own_first_layer
+        first = method.l_fp if method.open_first_layer is None else method.open_first_layer
         setting = "low_rank"
         has_low_rank = method.low_rank is not None
-    # A gate, which such weights need, reads one stream; and so do own rows.
-    if method.has_own_weights and not spec.structure.has_one_stream:
+    # A gate, which such weights need, reads one stream; and so do open rows.
+    if method.has_open_weights and not spec.structure.has_one_stream:
         raise ConfigError(
-            f"method.own_rows, own_gains, low_rank: expected a base with one residual stream, "
+            f"method.open_rows, open_gains, low_rank: expected a base with one residual stream, "
             f"found {hosted} with several; remove them, {_OR_NATIVE}"
         )
     layers = spec.structure.layers[first:]
@@ -153,8 +153,8 @@ def _check_own_weights(method: ScaleMethod | Lora, spec: HostedSpec, hosted: str
             f"method.{setting}: expected linear maps that take every token, found none from layer "
             f"{first} on of {hosted}; remove it, {_OR_NATIVE}"
         )
-    if method.own_gains and not any(layer.norms for layer in layers):
+    if method.open_gains and not any(layer.norms for layer in layers):
         raise ConfigError(
-            f"method.own_gains: expected norms with gains, found none from layer {first} on of "
+            f"method.open_gains: expected norms with gains, found none from layer {first} on of "
             f"{hosted}; remove it, {_OR_NATIVE}"
         )

@@ -62,7 +62,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
     assert (config.method.name, config.method.rank) == ("lora", 8)
-    assert config.method.own_rows is not None and config.method.own_gains
+    assert config.method.open_rows is not None and config.method.open_gains
     in_bf16 = not cluster.on_cpu or multiplies_bf16()
     assert config.deepspeed.name in {"zero1_fp32.json", "zero1.json"}
     assert in_bf16 or config.deepspeed.name == "zero1_fp32.json"
@@ -70,7 +70,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert config.gate is not None and data.fractions == {"replay": 0, "self_generated": 0}
     assert schedule.optimizer == "adamw" and "Muon (docs" not in text
     assert schedule.learning_rate == pytest.approx(1e-3 * (2048 / 64) ** 0.5, rel=0.05)
-    assert "(own_rows)" in text and "(own_gains)" in text
+    assert "(open_rows)" in text and "(open_gains)" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
@@ -122,11 +122,11 @@ def test_widths_grow_as_the_papers():
 def test_under_a_gate_a_dense_base_gets_low_rank_differences_and_a_mixture_an_expansion():
     bases = ROOT / "configs" / "bases"
     llama = read_spec(bases / "llama-3.2-1b.json")
-    own = {"own_rows": {"min_count": 20}, "own_gains": True}
+    own = {"open_rows": {"min_count": 20}, "open_gains": True}
     assert method_under_gate(llama, with_rows=True) == {"name": "lora", "rank": 256, **own}
     mixture = read_spec(bases / "qwen3-moe-96m.json")
     method = method_under_gate(mixture, with_rows=False)
-    assert method["low_rank"] == 8 and "own_rows" not in method and method["own_gains"]
+    assert method["low_rank"] == 8 and "open_rows" not in method and method["open_gains"]
     assert (method["variant"], method["l_fp"], method["norm"]) == ("adapt", 0, "base")
 
 
@@ -258,7 +258,7 @@ def test_the_proposal_for_three_documents_can_be_upscaled(tmp_path, monkeypatch)
     done = scale_cpt(*init, "--hours", "1000", "--output", "run.yaml")
     assert done.returncode == 0 and "none found" in done.stdout, done.stderr
     config = load_config(Path("run.yaml"))
-    assert config.method.own_rows.min_count < 20
+    assert config.method.open_rows.min_count < 20
     for command in ("tokenize", "upscale"):
         done = scale_cpt(command, "run.yaml")
         assert done.returncode == 0, done.stderr

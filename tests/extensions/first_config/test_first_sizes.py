@@ -103,7 +103,7 @@ def test_sizes_by_base_and_machine(case):
     assert config.activation_checkpointing == recomputed
     assert config.compile == values.get("compile", False) == compiled
     assert config.method.rank == rank
-    assert (config.method.own_rows is not None) == has_rows
+    assert (config.method.open_rows is not None) == has_rows
     per_rank = config.schedule.global_batch_size // cluster.gpus
     assert per_rank % config.schedule.micro_batch_size == 0
     assert values["schedule"]["steps"] == config.schedule.steps > 100
@@ -198,10 +198,10 @@ def test_a_small_corpus_gets_a_min_count_that_its_tokens_reach():
 
 
 def test_what_takes_less_memory_loses_rows_before_rank():
-    wanted = {"name": "lora", "rank": 256, "own_rows": {"min_count": 20}, "own_gains": True}
-    tried = [(method["rank"], "own_rows" in method) for method in smaller_methods(wanted)]
+    wanted = {"name": "lora", "rank": 256, "open_rows": {"min_count": 20}, "open_gains": True}
+    tried = [(method["rank"], "open_rows" in method) for method in smaller_methods(wanted)]
     assert tried == [(256, True), (256, False), (64, False), (16, False)]
-    no_rows = {"name": "scale", "own_gains": True}
+    no_rows = {"name": "scale", "open_gains": True}
     assert list(smaller_methods(no_rows)) == [no_rows]
 
 

@@ -133,8 +133,8 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
 def test_own_rows_of_old_tokens_stand_beside_the_rows_of_new_ones(tmp_path):
     own = {
         "method__l_fp": 0,
-        "method__own_rows": {"min_count": 5},
-        "method__own_gains": True,
+        "method__open_rows": {"min_count": 5},
+        "method__open_gains": True,
         "method__low_rank": 2,
         # At 0.02 the merged model is one in which roundings grow tenfold.
         "schedule__learning_rate": 0.005,

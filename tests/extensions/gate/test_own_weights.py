@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
-OWN = {"own_rows": {"min_count": 5}, "own_gains": True}
+OWN = {"open_rows": {"min_count": 5}, "open_gains": True}
 METHODS = {
     "adapt": {f"method__{name}": value for name, value in OWN.items()} | {"method__low_rank": 4},
     "lora": {"method": {"name": "lora", "rank": 4, **OWN}},
@@ -87,7 +87,7 @@ def test_it_is_trained_gated_exported_and_evaluated(run, method):
     assert torch.equal((table < len(own_tokens)).nonzero().flatten(), torch.tensor(own_tokens))
     card = (conversion.output / "README.md").read_text()
     assert f"| rows of embedding and output | {len(own_tokens) + 1:,} |" in card
-    assert "| own_gains | True |" in card
+    assert "| open_gains | True |" in card
     shut = torch.tensor([[1, 403, 407, 261, 378]])
     with torch.no_grad():
         found = load_hf_model(conversion.output)(shut).logits

@@ -199,7 +199,7 @@ def hosted(
             changes = {"collaborative_modules": "both", **changes}
         settings = scale_settings(variant, **changes)
     own_tokens: tuple[int, ...] | None = None
-    if settings.own_rows is not None:
+    if settings.open_rows is not None:
         own_tokens = tuple(range(0, base.spec.vocab_size, 2))
     method = method_for(settings, Path("unread"), SEED, own_tokens)
     with default_dtype(dtype):

@@ -64,8 +64,8 @@ def tiny_decoder(spec: HostedSpec, *, own: bool = False) -> HostedDecoder:
     changes: dict[str, Any] = {}
     if own and spec.structure.has_one_stream:
         later = spec.structure.layers[1:]
-        changes["own_rows"] = {"min_count": 1}
-        changes["own_gains"] = any(layer.norms for layer in later)
+        changes["open_rows"] = {"min_count": 1}
+        changes["open_gains"] = any(layer.norms for layer in later)
         if any(layer.linear_maps for layer in later):
             changes["low_rank"] = 2
     settings = scale_settings("adapt", collaborative_modules="both", **changes)

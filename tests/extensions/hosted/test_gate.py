@@ -107,9 +107,9 @@ def test_a_base_with_several_residual_streams_has_no_gate(tokens, tmp_path):
     with pytest.raises(ConfigError, match=r"gate: .*model_type gemma3n_text\) with several"):
         build_model(config, spec, SINGLE)
     own = load_config(
-        write_config(tmp_path, tokens, method={**ADAPT, "own_gains": True}, gate={"tokens": 100})
+        write_config(tmp_path, tokens, method={**ADAPT, "open_gains": True}, gate={"tokens": 100})
     )
-    with pytest.raises(ConfigError, match=r"own_gains.*: expected a base with one residual"):
+    with pytest.raises(ConfigError, match=r"open_gains.*: expected a base with one residual"):
         check_hosted_method(own.method, spec)
     model = build_model(config.model_copy(update={"gate": None}), spec, SINGLE)
     with pytest.raises(BaseModelError, match=r"\[4, 2, 12, 64\]: expected \[B, S, 64\]"):

@@ -95,7 +95,7 @@ def test_from_a_first_configuration_to_a_verified_folder_that_generates(
     config = _first_configuration()
     method = config.method
     assert config.gate is not None
-    assert method.own_rows is not None and method.own_gains and method.low_rank is not None
+    assert method.open_rows is not None and method.open_gains and method.low_rank is not None
     for stage in ("tokenize", "sample", "upscale"):
         done = scale_cpt(stage, "base.yaml")
         assert done.returncode == 0, f"{stage}: {done.stderr}"

@@ -26,9 +26,9 @@ from tests.training.runs import in_turn, losses, make_run, train, train_and_look
 from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full
-OWN = {"own_rows": {"min_count": 3}, "own_gains": True}
+OWN = {"open_rows": {"min_count": 3}, "open_gains": True}
 METHOD = {**ADAPT, **OWN, "low_rank": 2}
-LORA = {"name": "lora", "rank": 2, "own_first_layer": 1, **OWN}
+LORA = {"name": "lora", "rank": 2, "open_first_layer": 1, **OWN}
 RUNS = {
     "gemma2": METHOD,
     "deepseek_v3": METHOD,
@@ -148,7 +148,7 @@ def test_generation_is_that_without_a_cache(kind, beams, exports):
 def test_an_export_without_a_gate_is_refused_by_name(runs, tmp_path):
     config = runs["granite"]
     request = Conversion(newest_checkpoint(config), config.base, tmp_path / "x", format="scale")
-    with pytest.raises(ConversionError, match=r"scale: method\.own_rows, own_gains"):
+    with pytest.raises(ConversionError, match=r"scale: method\.open_rows, open_gains"):
         convert(request, probe_maker({}))
 
 

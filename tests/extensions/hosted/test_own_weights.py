@@ -18,12 +18,12 @@ FULL = pytest.mark.full
 # soft-capping and norms after, a state space.
 KINDS = ["qwen3_next", "deepseek_v3", "gpt2", "phi", "granite", "gemma2", "mamba", "qwen3_moe"]
 CASES = ["llama", *[pytest.param(kind, marks=FULL) for kind in KINDS]]
-ROWS_AND_GAINS = {"own_rows": {"min_count": 1}, "own_gains": True}
+ROWS_AND_GAINS = {"open_rows": {"min_count": 1}, "open_gains": True}
 OWN = {**ROWS_AND_GAINS, "low_rank": 2}
 VARIANTS = {
     "adapt": OWN,
-    "preserve": {**OWN, "own_first_layer": 1},
-    "lora": {**ROWS_AND_GAINS, "own_first_layer": 1, "alpha": 3.0},
+    "preserve": {**OWN, "open_first_layer": 1},
+    "lora": {**ROWS_AND_GAINS, "open_first_layer": 1, "alpha": 3.0},
 }
 NOISE = 0.05
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 # Plain linear maps; GPT-2's [in, out]; experts and latent attention; linear attention.
 KINDS = ["granite", "gpt2", "deepseek_v3", "qwen3_next"]
-OWN = {"own_rows": {"min_count": 3}, "own_gains": True, "low_rank": 2}
+OWN = {"open_rows": {"min_count": 3}, "open_gains": True, "low_rank": 2}
 
 
 @pytest.fixture(scope="module")

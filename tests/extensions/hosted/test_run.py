@@ -92,7 +92,7 @@ def test_a_hosted_run_trains_in_two_stages(granite, tokens, tmp_path):
         ),
         (
             {"method": {"name": "lora", "rank": 2}, "gate": {"tokens": 100}},
-            "gate.layer: expected at most method.own_first_layer",
+            "gate.layer: expected at most method.open_first_layer",
         ),
         ({"compile": True}, "compile: expected false"),
         ({"parallel__tp_size": 2}, "parallel.tp_size: expected 1 .* family: llama, "),

@@ -14,7 +14,7 @@ from tests.texts import REVIEWS_HELDOUT
 from tests.training.runs import make_run, train
 
 TIMEOUT_S = 1800.0
-LORA = {"name": "lora", "rank": 9, "own_rows": {"min_count": 20}, "own_gains": True}
+LORA = {"name": "lora", "rank": 9, "open_rows": {"min_count": 20}, "open_gains": True}
 BOOKS = REVIEWS_HELDOUT.parents[1] / "en" / "gutenberg.heldout.jsonl.zst"
 ENGLISH = torch.tensor([[504, 2470, 282, 4649, 314]])
 

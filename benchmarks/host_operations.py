@@ -125,7 +125,7 @@ def measure(way: str, layers: int, ranks: int, turns: int, compiled: bool) -> Ro
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     # DeepSpeed, which the process that starts this one need not import.
     from pipeline.training.batches import MicroBatch
-    from pipeline.training.deepspeed_internals.startup import init_distributed
+    from pipeline.training.deepspeed_internals.lifecycle import init_distributed
     from pipeline.training.engine import Engine
     from pipeline.training.launch import COLLECTIVE_TIMEOUT
 

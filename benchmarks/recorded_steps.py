@@ -75,7 +75,7 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    from pipeline.training.deepspeed_internals.startup import init_distributed
+    from pipeline.training.deepspeed_internals.lifecycle import init_distributed
     from pipeline.training.launch import COLLECTIVE_TIMEOUT
 
     init_distributed("gloo", COLLECTIVE_TIMEOUT)

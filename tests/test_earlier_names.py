@@ -88,7 +88,7 @@ def test_what_comes_later_counts_under_either_name(tmp_path, names):
         f"{first}_gains": True,
         f"{first}_first_layer": 1,
     }
-    factors = {f"{first}_rows": 2.0, f"{first}_gains": 3.0}
+    factors = {f"{first}_rows": 2.0, f"{first}_gains": 3.0, "output.*": 4.0}
     file = written(tmp_path, "run", method=lora, schedule__learning_rate_factors=factors)
 
     changes = [
@@ -100,7 +100,10 @@ def test_what_comes_later_counts_under_either_name(tmp_path, names):
     config = load_config(file, changes)
     assert config.method.open_rows.min_count == 7
     assert (config.method.open_gains, config.method.open_first_layer) == (False, 0)
-    assert config.schedule.learning_rate_factors == {"open_rows": 0.5, "open_gains": 3.0}
+    found = config.schedule.learning_rate_factors
+    assert found == {"open_rows": 0.5, "open_gains": 3.0, "output.*": 4.0}
+    # In the order of the file, which is sorted: of factors that match a parameter the last one counts.
+    assert list(found) == [name.replace("own_", "open_") for name in sorted(factors)]
     # Of three layers the last one counts, whatever the two below it say.
     assert load_config(file, [*changes, f"method.{first}_gains=true"]).method.open_gains
 

@@ -118,14 +118,20 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def _named_as_in(changes: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`, where a setting has the other of its two names in `changes`, with that name.
 
-    One source may have its earlier name, and the next one, which changes it, today's.
+    One source may have its earlier name, and the next one, which changes it, today's. The order of
+    the settings stays: of factors that match a parameter, the last one counts.
     """
-    settings = dict(settings)
+    other_names = dict(STILL_READ_KEYS)
     for earlier, today in STILL_READ_KEYS.items():
-        for name, other in ((earlier, today), (today, earlier)):
-            if name in settings and other in changes and name not in changes:
-                settings[other] = settings.pop(name)
-    return settings
+        other_names[today] = earlier
+    renamed: dict[str, Any] = {}
+    for name, value in settings.items():
+        other = other_names.get(name)
+        if other is not None and other in changes and name not in changes:
+            renamed[other] = value
+        else:
+            renamed[name] = value
+    return renamed
 
 
 def _change_of(text: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def gated_states(
     def decide(x: Tensor) -> OpenTokens:
         return decoder.gate_opens(gate, x, batch)
 
-    if plan.routed:
+    if decoder.is_routed:
         adapted, preserved, open_tokens = run_routed_with_gate(layers, streams, gate.layer, decide)
         last = decoder.final_norm(*adapted)
         preserved_last = decoder.final_norm(*preserved)

@@ -22,9 +22,8 @@ from pipeline.model.open_weights import (
     own_logits,
 )
 from pipeline.parallel.cross_entropy import LogitColumns
-from pipeline.parallel.layers import VOCABULARY
 from pipeline.parallel.parameters import sharded_parameter, sum_gradient_over_replicas
-from pipeline.parallel.sharding import REPLICATED
+from pipeline.parallel.sharding import REPLICATED, VOCABULARY
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens
 from pipeline.scale_math import NEVER, separate_products

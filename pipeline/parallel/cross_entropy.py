@@ -2,7 +2,7 @@
 cross-entropy, KL divergence and greedy choices.
 
 Each function of this module is a collective over the tensor-parallel group: all its ranks call it
-together.
+together. `LogitColumns` communicates nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.layers import VOCABULARY
+from pipeline.parallel.sharding import VOCABULARY
 from pipeline.parallel.topology import TensorParallel
 
 IGNORED = -100

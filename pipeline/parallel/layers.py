@@ -1,7 +1,8 @@
 """The layers of one tensor-parallel rank: embedding and linear maps on their shards, LoRA's adapter
 of a linear map, and norms whose gains every rank holds.
 
-They do not communicate: `collectives.enter_region` and `leave_region` enclose several of them.
+Their forward passes do not communicate: `collectives.enter_region` and `leave_region` enclose
+several of them. In the backward pass the gradient of what several ranks hold is summed over these.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from pipeline.parallel.parameters import (
     used_between_regions,
 )
 from pipeline.parallel.quantized import frozen_product
-from pipeline.parallel.sharding import REPLICATED, Partition
+from pipeline.parallel.sharding import REPLICATED, VOCABULARY, Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale_math import layer_norm_by, rms_normalised, sum_of_squares, with_gain
 
-VOCABULARY = Partition(dim=0, padded=True)
 NormKind = Literal["rmsnorm", "layernorm"]
 
 

@@ -63,6 +63,7 @@ class Partition:
 
 
 REPLICATED = Partition()
+VOCABULARY = Partition(dim=0, padded=True)
 
 
 def local_shape(shape: Sequence[int], partition: Partition, tp_size: int) -> tuple[int, ...]:

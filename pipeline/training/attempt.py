@@ -32,7 +32,7 @@ from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
-from pipeline.training.deepspeed_internals.startup import check_config
+from pipeline.training.deepspeed_internals.lifecycle import check_config
 from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
 from pipeline.training.trainer import ObserverFactory, Trainer
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
-from io import StringIO
 from math import prod
 
 import deepspeed
@@ -27,7 +26,12 @@ from pipeline.parallel.parameters import full_shape_of
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
-from pipeline.training.deepspeed_internals import gradients, optimizer_state, parameters, startup
+from pipeline.training.deepspeed_internals import (
+    gradients_in_place,
+    lifecycle,
+    optimizer_state,
+    zero_parameters,
+)
 from pipeline.training.frozen_in_stage import (
     ParameterFrozenInStage,
     initially_frozen,
@@ -104,13 +108,12 @@ class Engine:
             frozen_in_stage=model.frozen_in_stage,
             trained_before=trained_before,
         )
-        parameters.gather_whole(model.modules_gathered_whole())
+        zero_parameters.gather_whole(model.modules_gathered_whole())
         if deepspeed_config.zero_stage == 3:
-            parameters.keep_shared_experts_whole(model)
+            zero_parameters.keep_shared_experts_whole(model)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
-            # DeepSpeed's optimizer for bf16 prints its memory, on lines without a name or a time.
-            with parameters.frozen_kept_as_read(model), redirect_stdout(StringIO()):
+            with zero_parameters.frozen_kept_as_read(model):
                 self._engine, *_ = deepspeed.initialize(
                     model=model,
                     optimizer=optimizer,
@@ -125,9 +128,9 @@ class Engine:
                 "file"
             ) from None
         self.model: CausalDecoder = self._engine.module
-        parameters.attach_zero_partitions(self.model)
+        zero_parameters.attach_zero_partitions(self.model)
         optimizer_state.attach_optimizer(self._engine, self.model, self._optimizer, groups)
-        gradients.leave_gradients_in_place(self._engine, groups.layout)
+        gradients_in_place.leave_gradients_in_place(self._engine, groups.layout)
 
     def _freeze_in_stage(
         self,
@@ -147,7 +150,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the model and the optimizer, before others are made; every rank must call it."""
-        startup.destroy(self._engine, self.model)
+        lifecycle.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
         # DeepSpeed calls the model's `forward`, whose arguments are the fields of `MicroBatch`.

@@ -187,7 +187,7 @@ def initialise(launch: Launch) -> torch.device:
     under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     # DeepSpeed chooses its accelerator when it is imported.
-    from pipeline.training.deepspeed_internals.startup import init_distributed
+    from pipeline.training.deepspeed_internals.lifecycle import init_distributed
 
     device = torch.device("cpu")
     backend = "gloo"

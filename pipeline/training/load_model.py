@@ -20,7 +20,7 @@ from pipeline.parallel.parameters import default_dtype
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.replicas import check_frozen_replicas
 from pipeline.parallel.topology import ProcessGroups
-from pipeline.training.deepspeed_internals import parameters
+from pipeline.training.deepspeed_internals import zero_parameters
 
 _logger = log.get_logger(__name__)
 
@@ -58,11 +58,11 @@ def build_on_device(
     A rank holds at most the shard that it will train. Under ZeRO-1 and 2 the model is made on
     `device`, where it stays: the shards of a node's ranks may not fit its host memory.
     """
-    partitioning = parameters.partitioning_context(config, deepspeed_config, groups)
+    partitioning = zero_parameters.partitioning_context(config, deepspeed_config, groups)
     on_device: AbstractContextManager[Any] = nullcontext()
     if device is not None and deepspeed_config.zero_stage < 3:
         on_device = device
     with default_dtype(deepspeed_config.dtype), partitioning, on_device:
         model = build_model(config, base.spec, groups.tensor_parallel)
-    parameters.attach_zero_partitions(model)
+    zero_parameters.attach_zero_partitions(model)
     return model

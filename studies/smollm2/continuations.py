@@ -73,6 +73,9 @@ def main() -> None:
     add("--model", nargs="+", type=_named_folder, required=True, help="NAME=FOLDER, a column each")
     add("--max-tokens", type=positive, default=24, help="of a continuation (default: 24)")
     options = parser.parse_args()
+    names = [name for name, _ in options.model]
+    if len(set(names)) < len(names):
+        parser.error("--model: expected names that differ, a column each")
     print(continuations_table(dict(options.model), options.max_tokens))
 
 

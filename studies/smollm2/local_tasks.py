@@ -3,9 +3,9 @@
     python -m studies.smollm2.local_tasks --data path/to/eval --output runs/smollm2/tasks
     scale-cpt evaluate --model BASE EXPORT --include-path runs/smollm2/tasks --tasks local_kobest_copa
 
-Prompts, choices and metrics are those of lm-eval's files, which these include. `--data` holds the
-data sets by the names that they have on the hub: kobest/<name>/test.jsonl, arc_easy/test.jsonl and
-blimp/<name>.jsonl. Accuracy is asked for alone: lm-eval loads F1 from the hub.
+Prompts and choices are those of lm-eval's files, which these include; of the metrics accuracy alone,
+since lm-eval loads F1 from the hub. `--data` holds kobest/<name>/test.jsonl, arc_easy/test.jsonl
+and blimp/<name>.jsonl, in the fields of lm-eval's tasks of these names.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ def write_tasks(data: Path, output: Path) -> list[str]:
     """Writes a file for each task; returns the tasks' names.
 
     Raises:
-        DataError: `data` holds none of these data sets.
+        DataError: `data` holds none of these data sets, or one that lm-eval does not have.
     """
     names: list[str] = []
     for task, split, documents in documents_of_tasks(data):
+        if not task.exists():
+            raise DataError(
+                f"{documents}: lm-eval has no task {task.stem}; rename it, or remove it"
+            )
         name = PREFIX + (f"blimp_{task.stem}" if task.parent.name == "blimp" else task.stem)
         settings = {
             "include": str(task),

@@ -7,8 +7,7 @@ import torch
 
 from pipeline.parallel.collectives import counted_once, leave_region, sum_gradient
 from pipeline.parallel.cross_entropy import greedy_choices_, nll_and_logit_gradient_
-from pipeline.parallel.layers import VOCABULARY
-from pipeline.parallel.sharding import Partition, merge, split
+from pipeline.parallel.sharding import VOCABULARY, Partition, merge, split
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.router import preserved_tokens
 from tests.distributed import all_ranks, run_ranks

@@ -12,8 +12,7 @@ from pipeline.parallel.cross_entropy import (
     nll_and_logit_gradient_,
 )
 from pipeline.parallel.fused_cross_entropy import LogitParts
-from pipeline.parallel.layers import VOCABULARY
-from pipeline.parallel.sharding import Partition, merge, split
+from pipeline.parallel.sharding import VOCABULARY, Partition, merge, split
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.training.deepspeed_internals import gradients
+from pipeline.training.deepspeed_internals import gradients_in_place
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, losses, make_run, metrics, train
 
@@ -24,7 +24,7 @@ def _train(config: Path, *, copied: bool) -> bool:
         left.append(group)
 
     name = "leave_gradients_in_place" if copied else "_nothing_to_reduce"
-    with patch.object(gradients, name, _do_nothing if copied else leave):
+    with patch.object(gradients_in_place, name, _do_nothing if copied else leave):
         train(config)
     return bool(left)
 

@@ -143,7 +143,7 @@ def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int,
     """Trains; the exit code, how many elements DeepSpeed broadcast, and how many train."""
     start_deepspeed()
     from pipeline.training import trainer
-    from pipeline.training.deepspeed_internals import parameters
+    from pipeline.training.deepspeed_internals import zero_parameters
 
     sent: list[int] = []
     engines: list[trainer.Engine] = []
@@ -158,11 +158,11 @@ def broadcast_elements(config: Path, *, all_parameters: bool) -> tuple[int, int,
         return engines[-1]
 
     Engine = trainer.Engine  # noqa: N806
-    kept = nullcontext if all_parameters else parameters.frozen_kept_as_read
+    kept = nullcontext if all_parameters else zero_parameters.frozen_kept_as_read
     with (
         patch.object(deepspeed.comm, "broadcast", counted),
         patch.object(trainer, "Engine", remembered),
-        patch.object(parameters, "frozen_kept_as_read", kept),
+        patch.object(zero_parameters, "frozen_kept_as_read", kept),
     ):
         code = train(config)
     marked = [one for one in engines[0].model.parameters() if hasattr(one, "ds_optim_param")]

@@ -195,10 +195,10 @@ def may_be_a_difference(values: dict[str, Any], spec: DecoderSpec) -> bool:
 def difference_comment(base_parameters: int) -> str:
     state = base_parameters * _MUON_STATE_BYTES / GIB
     return (
-        "Full fine-tuning by Muon with the same gate learns more, if there is memory for its "
-        f"training state,\n{state:,.3g} GiB over all ranks: method {{name: fft}}, "
-        "schedule.optimizer muon, then\nscale-cpt convert --format difference "
-        "(docs/full_difference.md)."
+        "Full fine-tuning with the same gate changes every weight, if there is memory for its "
+        f"training state,\n{state:,.3g} GiB over all ranks by Muon: method {{name: fft}}, "
+        f"schedule.optimizer muon, the rate times {MUON_RATE_FACTOR}, then\n"
+        "scale-cpt convert --format difference (docs/full_difference.md)."
     )
 
 

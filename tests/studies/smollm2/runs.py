@@ -17,6 +17,7 @@ TIMEOUT_S = 1800.0
 LORA = {"name": "lora", "rank": 9, "open_rows": {"min_count": 20}, "open_gains": True}
 BOOKS = REVIEWS_HELDOUT.parents[1] / "en" / "gutenberg.heldout.jsonl.zst"
 ENGLISH = torch.tensor([[504, 2470, 282, 4649, 314]])
+KOREAN = torch.tensor([[33085, 246, 181, 130, 251, 183, 240, 129] * 4])
 
 
 def scale_cpt(*arguments: object) -> None:

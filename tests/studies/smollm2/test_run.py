@@ -15,6 +15,7 @@ from pipeline.hf.load import load_hf_model
 from tests.distributed import run_ranks
 from tests.studies.smollm2.runs import (
     ENGLISH,
+    KOREAN,
     LORA,
     TIMEOUT_S,
     scale_cpt,
@@ -51,10 +52,9 @@ def test_it_leaves_gated_and_merged_and_for_peft(smollm2, tokens, tmp_path):
     scale_cpt("convert", run)
     base = load_hf_model(smollm2)
     gated = load_hf_model(run.parent / "hf")
-    korean = torch.tensor([[33085, 246, 181, 130, 251, 183, 240, 129] * 4])
     with torch.no_grad():
         assert torch.equal(gated(ENGLISH).logits, base(ENGLISH).logits)
-        assert not torch.equal(gated(korean).logits, base(korean).logits)
+        assert not torch.equal(gated(KOREAN).logits, base(KOREAN).logits)
     del gated
     merged = tmp_path / "merged"
     scale_cpt("convert", run, "--without-gate", "--format", "merged", "--output", merged)
@@ -67,8 +67,8 @@ def test_it_leaves_gated_and_merged_and_for_peft(smollm2, tokens, tmp_path):
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain_merged")
     with torch.no_grad():
-        expected = merged_model(korean).logits
-        found = adapted(korean).logits
+        expected = merged_model(KOREAN).logits
+        found = adapted(KOREAN).logits
     assert (found - expected).abs().max() < 1e-3
 
 
@@ -80,3 +80,4 @@ def test_full_fine_tuning_leaves_in_four_bits_behind_a_gate(smollm2, tokens, tmp
     found = load_hf_model(run.parent / "hf")
     with torch.no_grad():
         assert torch.equal(found(ENGLISH).logits, base(ENGLISH).logits)
+        assert not torch.equal(found(KOREAN).logits, base(KOREAN).logits)

@@ -12,7 +12,7 @@ import yaml
 from pipeline.hf.load import load_hf_model
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
-from tests.studies.smollm2.runs import BOOKS, ENGLISH, LORA
+from tests.studies.smollm2.runs import BOOKS, ENGLISH, KOREAN, LORA
 from tests.texts import REVIEWS_HELDOUT
 from tests.training.runs import losses
 
@@ -65,5 +65,6 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["step0_max_abs_logit_difference"] == 0.0
     with torch.no_grad():
-        found = load_hf_model(folder / "hf")(ENGLISH).logits
-        assert torch.equal(found, load_hf_model(smollm2)(ENGLISH).logits)
+        found, base = load_hf_model(folder / "hf"), load_hf_model(smollm2)
+        assert torch.equal(found(ENGLISH).logits, base(ENGLISH).logits)
+        assert not torch.equal(found(KOREAN).logits, base(KOREAN).logits)

@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedReader
 from pydantic import ValidationError
 from torch import nn
@@ -17,6 +18,13 @@ from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.parallel.parameters import partition_of
 from pipeline.parallel.topology import Layout
+
+
+def _prints_nothing(message: str, force: bool = False) -> None:
+    """In place of `see_memory_usage`, which prints lines without a name or a time."""
+
+
+bf16_optimizer.see_memory_usage = _prints_nothing
 
 
 def init_distributed(backend: str, timeout: timedelta) -> None:

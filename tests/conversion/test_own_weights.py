@@ -20,6 +20,7 @@ from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.load import load_hf_model
+from pipeline.hf.remote_code import scale_from_open_on
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods.scale import Scale
 from pipeline.model.from_hf import RESIDUAL_KEY, open_base
@@ -129,7 +130,7 @@ def test_a_shut_text_is_the_bases_whatever_the_own_weights_are(name, method, exp
     assert_near(logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
-    with patch.object(ScaleForCausalLM, "_can_read_again", lambda *_: False):
+    with patch.object(scale_from_open_on, "_can_read_again", lambda *_: False):
         whole = model(tokens).logits
         plain = without_own_weights(model)(tokens).logits
     assert torch.equal(whole, plain) and torch.equal(whole, logits)

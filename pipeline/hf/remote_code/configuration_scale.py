@@ -15,7 +15,55 @@ require_version(
 )
 
 
-class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
+class AddedConfig(PretrainedConfig):  # type: ignore[misc]
+    """What is added to a base: the entries that all models on a frozen base have."""
+
+    # A list: `Trainer.evaluate` and `predict` append to it.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 512
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    head_dim: int = 8
+    max_position_embeddings: int = 512
+    expansion_hidden_size: int = 32
+    expansion_intermediate_size: int = 86
+    expansion_num_attention_heads: int = 4
+    expansion_num_key_value_heads: int = 4
+    l_fp: int = 2
+    collaborative_modules: list[str] | tuple[str, ...] = ()
+    base_vocab_size: int | None = None
+    hidden_act: str = "silu"
+    gate_layer: int | None = None
+    gate_features: str = "token"
+    gate_decay: float = 0.8
+    gate_bias: float = 0.0
+    gate_threshold: float = 0.0
+    gate_open_ids: bool = False
+    own_first_layer: int | None = None
+    own_rows: int = 0
+    own_gains: bool = False
+    own_rank: int | None = None
+    own_scale: float = 1.0
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.take_entries(kwargs)
+        super().__init__(**kwargs)
+
+    def take_entries(self, kwargs: dict[str, Any]) -> None:
+        """Takes the entries that the class declares out of `kwargs`; others keep their value."""
+        # transformers before and after configurations became dataclasses: both take this.
+        for kind in type(self).__mro__:
+            if issubclass(kind, AddedConfig):
+                for name in kind.__annotations__:
+                    setattr(self, name, kwargs.pop(name, getattr(self, name)))
+
+    def is_collaborative(self, layer: int, module: str) -> bool:
+        """Whether `module` of `layer` has expansion_to_base blocks."""
+        return layer >= self.l_fp and module in self.collaborative_modules
+
+
+class ScaleConfig(AddedConfig):
     """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the
     rest is the base's. `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which
     of them each layer has (None: none). The FFN of `expert_layers` is the `mixture` of experts. The
@@ -33,34 +81,19 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "scale"
-    # A list: `Trainer.evaluate` and `predict` append to it.
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     # The name by which other libraries look for a cap on the logits.
     attribute_map = {"final_logit_softcapping": "output_softcap"}  # noqa: RUF012
 
-    vocab_size: int = 512
-    hidden_size: int = 64
     intermediate_size: int = 172
-    num_hidden_layers: int = 2
     num_attention_heads: int = 12
     num_key_value_heads: int = 12
-    head_dim: int = 8
-    max_position_embeddings: int = 512
-    expansion_hidden_size: int = 32
-    expansion_intermediate_size: int = 86
-    expansion_num_attention_heads: int = 4
-    expansion_num_key_value_heads: int = 4
-    l_fp: int = 2
-    collaborative_modules: list[str] | tuple[str, ...] = ()
     routed: bool = False
     router_threshold: float = 0.5
-    base_vocab_size: int | None = None
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     norm_statistics: str = "separate"
     normed_size: int | None = None
     rest_scale: float = 0.0
-    hidden_act: str = "silu"
     gated_ffn: bool = True
     query_key_value_bias: bool = False
     output_bias: bool = False
@@ -79,24 +112,11 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     expert_layers: list[int] | tuple[()] = ()
     rotary: list[dict[str, Any]] | tuple[()] = ()
     layer_rotary: list[int | None] | tuple[()] = ()
-    gate_layer: int | None = None
-    gate_features: str = "token"
-    gate_decay: float = 0.8
-    gate_bias: float = 0.0
-    gate_threshold: float = 0.0
-    gate_open_ids: bool = False
-    own_first_layer: int | None = None
-    own_rows: int = 0
-    own_gains: bool = False
-    own_rank: int | None = None
-    own_scale: float = 1.0
     own_maps: list[str] | tuple[str, ...] | None = None
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:
-        # transformers before and after configurations became dataclasses: both take this.
-        for name in ScaleConfig.__annotations__:
-            setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
+        self.take_entries(kwargs)
         # Entries of earlier versions that this code would ignore, and compute something else.
         has_groups = self.mixture is not None and self.mixture.get("groups", 1) > 1
         rotary: Any = self.rotary
@@ -110,10 +130,6 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
         super().__init__(**kwargs)
-
-    def is_collaborative(self, layer: int, module: str) -> bool:
-        """Whether `module` of `layer` has expansion_to_base blocks."""
-        return layer >= self.l_fp and module in self.collaborative_modules
 
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have gains for open tokens; `num_hidden_layers`: the last."""

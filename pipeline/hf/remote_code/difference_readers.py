@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .scale_gate import GateCache, TextCache, empty_like, layer_of
+from .scale_caches import GateCache, TextCache, empty_like, layer_of
 
 Kept = int | Tensor
 """Of which new tokens logits are wanted: the last so many, at least one, or those at some
@@ -58,7 +58,7 @@ class Readers:
         if cache is None:
             return
         self._prepare(cache)
-        earlier: TextCache = layer_of(TextCache, cache)
+        earlier: TextCache = layer_of(TextCache, cache.layers)
         _check_filled_here(cache, earlier)
         if earlier.get_seq_length() > 0:
             tokens, positions = earlier.keys[:, 0].unbind(-1)
@@ -87,7 +87,7 @@ class Readers:
         if self.cache is None:
             return
         text = torch.stack([self.inputs.tokens, self.inputs.positions], dim=-1)
-        layer_of(TextCache, self.cache).update(text.unsqueeze(1), opens.unsqueeze(1))
+        layer_of(TextCache, self.cache.layers).update(text.unsqueeze(1), opens.unsqueeze(1))
 
     def read_by_base(self, kept: Kept) -> tuple[Tensor | None, Tensor]:
         """The base's logits [B, K, V] of the new tokens that are kept, and its stream before the
@@ -126,7 +126,7 @@ class Readers:
         of_base = self.cache.layers[: self.base.config.num_hidden_layers]
         if not all(type(layer) is DynamicLayer for layer in of_base):
             return False
-        text: TextCache = layer_of(TextCache, self.cache)
+        text: TextCache = layer_of(TextCache, self.cache.layers)
         return text.get_seq_length() > 0 and bool(text.values[:, 0, -1].all())
 
     def _layers(self, first: int) -> Any:

@@ -34,7 +34,7 @@ from transformers.utils import can_return_tuple
 from .configuration_difference import DifferenceConfig
 from .difference_readers import Kept, Readers, TextInputs
 from .packed_difference import PackedMatrix, PackedRows, PackedVector
-from .scale_gate import GateCache, ScaleGate, layer_of, texts_of
+from .scale_gate import ScaleGate, texts_of
 
 
 class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -155,17 +155,12 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """
         tokens, positions, mask = readers.inputs
         is_text, documents = texts_of(stream, mask, positions, readers.cache)
-        stored: GateCache | None = None
-        if readers.cache is not None and self.token_gate.has_mean:
-            stored = layer_of(GateCache, readers.cache)
-        opens: Tensor = self.token_gate(stream, is_text, documents, stored)
-        by_id = self.token_gate.opens_id(tokens)
-        if by_id is not None:
-            opens = opens | by_id
+        layers = None if readers.cache is None else readers.cache.layers
+        by_id = self.token_gate.opens_id(tokens, is_text)
+        opens: Tensor = self.token_gate(stream, is_text, documents, layers, by_id)
         if is_text is None:
             return torch.ones_like(opens), opens
-        present = is_text.unsqueeze(-1)
-        return present, opens & present
+        return is_text.unsqueeze(-1), opens
 
     def trained(self) -> Any:
         """The model with W + D, of the base's class; made when a text first opens.

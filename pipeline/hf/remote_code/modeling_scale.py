@@ -20,9 +20,7 @@ Where the gate reads above the layer in which x may first differ from the base's
 run twice: the base alone, whose x the gate and closed tokens read, and beside it the model as if
 all tokens were open. Each has heads of its own in the cache.
 
-In inference the base runs alone until the gate first opens. Then the text for which it opens is
-computed anew, with the expansion, which from there on runs for all texts of the batch. See
-`ScaleForCausalLM._from_open_on`.
+In inference the base runs alone until the gate first opens: see `scale_from_open_on.py`.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
@@ -36,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -44,48 +41,12 @@ from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
 from .open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
-from .scale_gate import (
-    GateCache,
-    ScaleGate,
-    TextCache,
-    empty_like,
-    lacks_expansion,
-    layer_of,
-    set_rows,
-    texts_of,
-)
+from .scale_from_open_on import PassInputs, run_from_open_on
+from .scale_gate import ScaleGate, texts_of
 from .scale_layer import ScaleExpertLinear, ScaleLayer
+from .scale_open_weights import ScaleLowRank, ScaleOwnInput
 from .scale_rotary import RotaryAngles, ScaleRotary
-from .scale_streams import (
-    ScaleEmbedding,
-    ScaleLowRank,
-    ScaleNorm,
-    ScaleOutput,
-    ScaleOwnInput,
-    StreamPath,
-)
-
-
-class PassInputs(NamedTuple):
-    """What a pass reads beside the embedded text."""
-
-    tokens: Any
-    """The tokens [B, S], or None where they are not known."""
-    attention_mask: Any
-    positions: Tensor
-    cache: Any
-    options: dict[str, Any]
-    """For the attention function, such as a server's own cache."""
-    may_wait: bool = False
-    """Whether the host may read what the gate decided. A captured or compiled step must not."""
-
-    def of(self, rows: Tensor, cache: Any) -> PassInputs:
-        """The inputs of the sequences `rows`, with a `cache` of their own if there is one."""
-        tokens = None if self.tokens is None else self.tokens[rows]
-        mask = None if self.attention_mask is None else self.attention_mask[rows]
-        if self.cache is None:
-            cache = None
-        return PassInputs(tokens, mask, self.positions[rows], cache, self.options, self.may_wait)
+from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
 
 
 class LastStreams(NamedTuple):
@@ -353,37 +314,15 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Arguments: `forward`. `recorded` receives the streams before the layers that it names, and
         the last; `tokens` [B, S] are those embedded, if known.
         """
-        start = self._start(embedded)
+        start = self.start(embedded)
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             # Added, not given to arange: a cache of fixed size counts on the device, and arange
             # would wait for it.
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
-        can_read_again = False
-        # A server's own paged cache (`cache`, of continuous batching) has the heads of the whole
-        # model, and holds texts that end before these tokens or go on behind them. Where attention
-        # needs no mask (paged FlashAttention), nothing else tells that there is one.
-        has_servers_cache = "cache" in options
-        if tokens is not None and recorded is None and not has_servers_cache:
-            can_read_again = self._can_read_again(attention_mask, past_key_values)
-        # A pass for gradients is the same whatever the gate decides.
-        may_wait = can_read_again and not torch.is_grad_enabled()
-        inputs = PassInputs(
-            tokens, attention_mask, position_ids, past_key_values, options, may_wait
-        )
-
-        # A cache that was filled without gradients may be of the base alone.
-        lacks = lacks_expansion(past_key_values)
-        if can_read_again and (may_wait or lacks) and self._waits_for_open(past_key_values):
-            paths, opens = self._from_open_on(start, inputs)
-        elif lacks:
-            raise ValueError(
-                "past_key_values: of the base alone, as its gate was shut; give the text from its "
-                "start"
-            )
-        else:
-            paths, opens = self._run([start], inputs, recorded)
+        inputs = PassInputs(tokens, attention_mask, position_ids, past_key_values, options)
+        paths, opens = run_from_open_on(self, start, inputs, recorded)
         if recorded is not None:
             recorded[self.config.num_hidden_layers] = paths[-1].normed(self.final_norm)
 
@@ -401,7 +340,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         x, x_up = choose_path(open_tokens, preserved[:2], adapted[:2])
         return LastStreams([adapted._replace(x=x, x_up=x_up)], closed)
 
-    def _run(
+    def run_paths(
         self,
         paths: list[StreamPath],
         inputs: PassInputs,
@@ -477,7 +416,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if path.open_tokens.none:
             return path
-        assert self.own_input is not None, "`_run` has seen it"
+        assert self.own_input is not None, "`run_paths` has seen it"
         difference = self.own_input(tokens)
         # Over several devices, the rows may be on another than the layer before.
         x = path.x.to(difference.device)
@@ -510,99 +449,17 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             changed.append(StreamPath(x, x_up, path.open_tokens))
         return changed
 
-    def _can_read_again(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether the host may read what the gate decides, and a text can be run again: on one
-        device, with a cache that grows, in no compiled or traced pass.
-        """
-        if self.gate_layer is None or self.first_routed is not None:
-            return False
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return False
-        if self.config._attn_implementation == "flex_attention":
-            return False
+    def is_on_one_device(self) -> bool:
+        """Whether all layers are on the same device."""
         ends = {self.embedding.base.weight.device, self.final_norm.base.weight.device}
         places = set(getattr(self, "hf_device_map", {}).values())
-        if len(ends) > 1 or len(places) > 1:
-            return False
-        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        if attention_mask is not None and not is_padding:
-            return False
-        if cache is None:
-            return True
-        known = {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
-        is_known: bool = {type(layer) for layer in cache.layers} <= known and not cache.offloading
-        return is_known
+        return len(ends) == 1 and len(places) <= 1
 
-    def _waits_for_open(self, cache: Any) -> bool:
-        """Whether sequences do without the expansion until the gate opens: where that saves
-        anything, and their text can be run again.
-        """
-        if not self.base_runs_alone:
-            return False
-        # A longer text may have other frequencies: what is cached of it would be of the others.
-        if any(spec["context"] is not None for spec in self.config.rotary):
-            return False
-        if cache is None:
-            return True
-        # A text of which some was read before its tokens were kept cannot be run again.
-        length = 0
-        for layer in cache.layers:
-            if type(layer) is TextCache:
-                length += layer.get_seq_length()
-        is_whole: bool = length == cache.get_seq_length()
-        return is_whole
+    def embedded(self, tokens: Tensor) -> StreamPath:
+        """The streams of tokens [B, S] before the first layer."""
+        return self.start(self.embedding(tokens))
 
-    def _from_open_on(
-        self, start: StreamPath, inputs: PassInputs
-    ) -> tuple[list[StreamPath], Tensor | None]:
-        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the
-        expansion.
-
-        A sequence for which it opens is computed again from its start, all closed but the end. The
-        past of the others has zeros for the expansion: closed tokens do not read it. Texts that are
-        known to open by their ids run with the expansion at once.
-        """
-        inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
-        cache = inputs.cache
-        text = TextCache() if cache is None else layer_of(TextCache, cache)
-        before = text.opened(inputs.tokens)
-        if text.get_seq_length() == 0 and self._all_open_by_id(inputs):
-            text.has_expansion = True
-            before = torch.ones_like(before)
-        if not text.has_expansion:
-            start = StreamPath(start.x, None, open_tokens=NONE_OPEN)
-        [path], opens = self._run([start], inputs)
-        assert opens is not None, "`_waits_for_open` has seen a gate"
-
-        new_text = torch.stack([inputs.tokens, inputs.positions], dim=-1)
-        whole, decided = text.update(new_text.unsqueeze(1), opens.unsqueeze(1))
-        rows = opens.flatten(1).any(1) & ~before
-        if not rows.any():
-            return [path], opens
-
-        # The sequences `rows` are computed again from their start, with the decisions that were
-        # taken.
-        own = empty_like(cache, self.config)
-        text.has_expansion = True
-        again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1])
-        again = again.of(rows, own)
-        again_start = self._start(self.embedding(again.tokens))
-        [opened], _ = self._run([again_start], again, decided=decided[rows, 0].bool())
-        new = inputs.tokens.shape[1]
-        opened = opened.at(slice(-new, None))
-        if cache is not None:
-            set_rows(cache, rows, own)
-        if rows.all():
-            return [opened._replace(open_tokens=OpenTokens(closed=~opens))], opens
-        path.x[rows] = opened.x
-        whole_up = path.x_up
-        if opened.x_up is not None:
-            if whole_up is None:
-                whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)
-            whole_up[rows] = opened.x_up
-        return [StreamPath(path.x, whole_up, open_tokens=OpenTokens(closed=~opens))], opens
-
-    def _start(self, embedded: Tensor) -> StreamPath:
+    def start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""
         x, x_up = embedded.split(self.stream_sizes, dim=-1)
         if x_up.shape[-1] == 0:
@@ -613,42 +470,26 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block
         has changed.
         """
-        assert self.token_gate is not None, "`_run` has seen a gate"
+        assert self.token_gate is not None, "`run_paths` has seen a gate"
         x = paths[0].x
         is_text, documents = texts_of(x, inputs.attention_mask, inputs.positions, inputs.cache)
-        stored: GateCache | None = None
-        if inputs.cache is not None and self.token_gate.has_mean:
-            stored = layer_of(GateCache, inputs.cache)
-        opens: Tensor = self.token_gate(x, is_text, documents, stored)
-        if is_text is not None:
-            opens = opens & is_text.unsqueeze(-1).to(opens.device)
-        by_id = self._opens_by_id(inputs.tokens, is_text)
-        if by_id is not None:
-            opens = opens | by_id.to(opens.device)
+        layers = None if inputs.cache is None else inputs.cache.layers
+        by_id = self.opens_by_id(inputs.tokens, is_text)
+        opens: Tensor = self.token_gate(x, is_text, documents, layers, by_id)
         return opens
 
-    def _opens_by_id(self, tokens: Tensor | None, is_text: Tensor | None) -> Tensor | None:
+    def opens_by_id(self, tokens: Tensor | None, is_text: Tensor | None) -> Tensor | None:
         """For which tokens the gate opens whatever their score, [B, S, 1]: new tokens, and ids that
         are open by definition; None: for none.
         """
-        assert self.token_gate is not None, "`_run` has seen a gate"
+        assert self.token_gate is not None, "`run_paths` has seen a gate"
         if tokens is None:
             return None
-        by_id = self.token_gate.opens_id(tokens)
-        if by_id is not None and is_text is not None:
-            by_id = by_id & is_text.unsqueeze(-1).to(by_id.device)
+        by_id: Tensor | None = self.token_gate.opens_id(tokens, is_text)
         if self.output.is_gated_vocabulary:
             is_new = (tokens >= self.output.base_columns).unsqueeze(-1)
             by_id = is_new if by_id is None else by_id.to(is_new.device) | is_new
         return by_id
-
-    def _all_open_by_id(self, inputs: PassInputs) -> bool:
-        """Whether each sequence has a token that is open whatever its score."""
-        is_text = None
-        if inputs.attention_mask is not None:
-            is_text = inputs.attention_mask[:, -inputs.tokens.shape[1] :].bool()
-        by_id = self._opens_by_id(inputs.tokens, is_text)
-        return by_id is not None and bool(by_id.any(1).all())
 
     def prepare_inputs_for_generation(
         self,

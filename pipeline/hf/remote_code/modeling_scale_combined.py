@@ -42,10 +42,12 @@ from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
 from .configuration_scale_combined import CombinedConfig, chosen
-from .modeling_scale import PassInputs, ScaleForCausalLM, kept_tokens
+from .modeling_scale import ScaleForCausalLM, kept_tokens
 from .open_tokens import NONE_OPEN
+from .scale_caches import empty_like
 from .scale_combined_cache import BASE, CombinedState
-from .scale_gate import empty_like, texts_of
+from .scale_from_open_on import PassInputs
+from .scale_gate import texts_of
 from .scale_math import NEVER, own_row_logits, separate_products, soft_capped
 from .scale_streams import ScaleOutput, StreamPath
 
@@ -535,10 +537,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         model = self._path_models[index]
         part = inputs.of(rows, cache)
-        start = model._start(model.embedding(part.tokens))
+        start = model.embedded(part.tokens)
         if index == BASE:
             start = start._replace(x_up=None, open_tokens=NONE_OPEN)
-        [path], _ = model._run([start], part, recorded, opens[rows])
+        [path], _ = model.run_paths([start], part, recorded, opens[rows])
         return path
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:

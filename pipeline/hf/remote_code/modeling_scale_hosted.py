@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
 
 from .configuration_scale_hosted import HostedScaleConfig
 from .open_tokens import ALL_OPEN, OpenTokens
-from .scale_gate import GateCache, ScaleGate, texts_of
+from .scale_caches import layer_of
+from .scale_gate import ScaleGate, texts_of
 from .scale_hosted_blocks import (
     HostedAttention,
     HostedFeedForward,
@@ -28,8 +29,8 @@ from .scale_hosted_blocks import (
 from .scale_hosted_cache import AddedKeys, AddedText, given_back, given_cache, taken_from
 from .scale_hosted_own import low_rank_differences, own_gains
 from .scale_math import own_row_logits
+from .scale_open_weights import ScaleOwnInput, own_row_table
 from .scale_rotary import ScaleRotary
-from .scale_streams import ScaleOwnInput, own_row_table
 
 
 class HostedEmbedding(nn.Module):
@@ -123,27 +124,6 @@ class HostedPass:
         keys.place = place
         self.added.append(keys)
         return keys
-
-    def gate_cache(self) -> GateCache | None:
-        """What the gate's running mean has read of the text."""
-        if self.added is None:
-            return None
-        for layer in self.added:
-            if isinstance(layer, GateCache):
-                return layer
-        cache = GateCache()
-        self.added.append(cache)
-        return cache
-
-
-def text_so_far(added: list[Any]) -> AddedText:
-    """Which tokens of the cached text are padding, among the added layers of a cache."""
-    for layer in added:
-        if isinstance(layer, AddedText):
-            return layer
-    text = AddedText()
-    added.append(text)
-    return text
 
 
 def _rotary_of(config: HostedScaleConfig) -> dict[str, Any]:
@@ -362,7 +342,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         known = None if mask is None else mask[:, : tokens.shape[1]].bool()
         if cache is not None or call["use_cache"]:
             added = taken_from(cache)
-            text = text_so_far(added)
+            text: AddedText = layer_of(AddedText, added)
             past = text.get_seq_length()
             known = text.seen(tokens, mask)
         inputs = HostedInputs(
@@ -431,17 +411,15 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         documents = None
         if positions is not None and positions.dim() == 2:
             mask = current.call.get("attention_mask")
-            cache = None if current.added is None else current.added
-            _, documents = texts_of(x, mask, positions, cache)
+            _, documents = texts_of(x, mask, positions, current.added)
         assert self.token_gate is not None, "a layer is named for it"
-        opens = self.token_gate(x, current.inputs.is_text, documents, current.gate_cache())
-        by_id = self.token_gate.opens_id(current.call["input_ids"])
-        if by_id is not None:
-            opens = opens | by_id.to(opens.device)
+        is_text = current.inputs.is_text
+        by_id = self.token_gate.opens_id(current.call["input_ids"], is_text)
+        opens = self.token_gate(x, is_text, documents, current.added, by_id)
         for token in self.config.media_token_ids:
             # Here stands what the base makes of a picture or a sound, and no text was like it.
-            is_text = (current.call["input_ids"] != token).unsqueeze(-1)
-            opens = opens & is_text.to(opens.device)
+            is_other = (current.call["input_ids"] != token).unsqueeze(-1)
+            opens = opens & is_other.to(opens.device)
         current.open_tokens = OpenTokens(closed=~opens)
 
     def _add_difference(

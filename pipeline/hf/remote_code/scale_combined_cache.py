@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
-from .scale_gate import GateCache, TextCache, empty_like
+from .scale_caches import GateCache, TextCache, empty_like
 
 BASE = 0
 """The index of the base among the paths; expansions follow, from 1 on."""

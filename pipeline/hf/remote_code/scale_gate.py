@@ -1,6 +1,4 @@
-"""The gate: which tokens are new to the base, by a linear score of the base's own stream; and what
-it caches of a text.
-"""
+"""The gate: which tokens are new to the base, by a linear score of the base's own stream."""
 
 from __future__ import annotations
 
@@ -9,11 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
-from .scale_math import WINDOW, gate_scores, running_mean, stream_over_rms
+from .scale_caches import GateCache, layer_of
+from .scale_math import gate_scores, running_mean, stream_over_rms
 
 
 class ScaleGate(nn.Module):
@@ -61,20 +58,39 @@ class ScaleGate(nn.Module):
         return self
 
     def forward(
-        self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
+        self,
+        x: Tensor,
+        is_text: Tensor | None,
+        documents: Tensor | None,
+        layers: list[Any] | None,
+        by_id: Tensor | None = None,
     ) -> Tensor:
-        """Whether each token is open by its score: bool [B, S, 1]; see `scores`."""
-        return self.scores(x, is_text, documents, cache) > self.threshold
+        """Whether each token is open, by its score or `by_id`: bool [B, S, 1].
 
-    def opens_id(self, tokens: Tensor) -> Tensor | None:
-        """Whether each of the tokens [B, S] is open by its id: bool [B, S, 1]; None: no id is."""
+        `layers` are a cache's, which get one for the running mean; the rest is as in `scores`.
+        """
+        cache: GateCache | None = None
+        if layers is not None and self.has_mean:
+            cache = layer_of(GateCache, layers)
+        opens = self.scores(x, is_text, documents, cache) > self.threshold
+        if is_text is not None:
+            opens = opens & is_text.unsqueeze(-1).to(opens.device)
+        if by_id is not None:
+            opens = opens | by_id.to(opens.device)
+        return opens
+
+    def opens_id(self, tokens: Tensor, is_text: Tensor | None = None) -> Tensor | None:
+        """Whether each of the tokens [B, S] is open by its id, and no padding: bool [B, S, 1];
+        None: no id is.
+        """
         if self.is_open_id is None:
             return None
         tokens = tokens.to(self.is_open_id.device).unsqueeze(-1)
         # Ids behind the base's are new tokens, its own or another expansion's.
         last = len(self.is_open_id) - 1
         # The library loads all of a gate in fp32, this table too.
-        return self.is_open_id[tokens.clamp(max=last)].bool() & (tokens <= last)
+        by_id = self.is_open_id[tokens.clamp(max=last)].bool() & (tokens <= last)
+        return by_id if is_text is None else by_id & is_text.unsqueeze(-1).to(by_id.device)
 
     def scores(
         self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
@@ -140,113 +156,3 @@ def texts_of(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         is_text = attention_mask[:, -x.shape[1] :].bool()
     return is_text, documents
-
-
-class GateCache(DynamicLayer):  # type: ignore[misc]
-    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many
-    can be cropped.
-
-    It is one more layer of the library's cache, so that it is reordered and cropped with the
-    others. Static caches mask their empty places only if all layers are like theirs.
-    """
-
-    is_compileable = True
-    dropped = False
-    """Whether the text is longer than what is kept of it."""
-
-    def update(self, features: Tensor, counts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Adds features [B, 1, S, D] and counts [B, 1, S, 1]; returns those that S tokens read."""
-        whole_features, whole_counts = super().update(features, counts)
-        new = features.shape[2]
-        kept = WINDOW - 1 + max(new, WINDOW)
-        read = WINDOW - 1 + new
-        self.dropped = self.dropped or whole_features.shape[2] > kept
-        self.keys = whole_features[:, :, -kept:]
-        self.values = whole_counts[:, :, -kept:]
-        return self.keys[:, :, -read:], self.values[:, :, -read:]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.dropped and self.keys.shape[2] < WINDOW - 1:
-            raise RuntimeError(
-                f"a gate's running mean can be cropped by {WINDOW} tokens; compute the text again"
-            )
-
-    def reset(self) -> None:
-        super().reset()
-        self.dropped = False
-
-
-class TextCache(DynamicLayer):  # type: ignore[misc]
-    """The text so far, its tokens and positions (`keys`), and its gates' decisions (`values`).
-
-    It is one more layer of the library's cache, as a GateCache is.
-    """
-
-    is_compileable = True
-    has_expansion = False
-    """Whether the other layers hold the expansion's heads too; those of sequences that have not
-    been open are zeros.
-    """
-
-    def opened(self, tokens: Tensor) -> Tensor:
-        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool
-        [B].
-        """
-        if self.get_seq_length() == 0:
-            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        return self.values.flatten(1).any(1)
-
-    def reset(self) -> None:
-        super().reset()
-        self.has_expansion = False
-
-
-def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
-    """The layer of this kind in `cache`, which gets one if it has none."""
-    for layer in cache.layers:
-        if type(layer) is kind:
-            return layer
-    added = kind()
-    cache.layers.append(added)
-    return added
-
-
-def empty_like(cache: DynamicCache | None, config: PretrainedConfig) -> DynamicCache:
-    """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for
-    cropping, or not.
-    """
-    new = DynamicCache(config=config)
-    if cache is None:
-        return new
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
-        new.activate_past_recording()
-    return new
-
-
-def lacks_expansion(cache: Any) -> bool:
-    """Whether `cache` holds a text that the base has read alone."""
-    if cache is None:
-        return False
-    for layer in cache.layers:
-        is_read = type(layer) is TextCache and layer.get_seq_length() > 0
-        if is_read and not layer.opened(layer.keys).all():
-            return True
-    return False
-
-
-def set_rows(cache: Any, rows: Tensor, own: DynamicCache) -> None:
-    """Makes the sequences `rows` [B] of those layers that `cache` and `own` both have `own`'s.
-
-    The other sequences get zeros for heads that they do not have yet.
-    """
-    if rows.all():
-        cache.layers[: len(own.layers)] = own.layers
-        return
-    for layer, other in zip(cache.layers, own.layers, strict=False):
-        missing_heads = other.keys.shape[1] - layer.keys.shape[1]
-        padding = (0, 0, 0, 0, 0, missing_heads)
-        layer.keys = F.pad(layer.keys, padding)
-        layer.values = F.pad(layer.values, padding)
-        layer.keys[rows] = other.keys
-        layer.values[rows] = other.values

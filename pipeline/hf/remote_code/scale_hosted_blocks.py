@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_scale_hosted import HostedScaleConfig
 from .open_tokens import OpenTokens
+from .scale_added_maps import AddedColumnMap, AddedRowMap
 from .scale_hosted_cache import AddedKeys
 from .scale_math import rotate, with_gain
 from .scale_rotary import ScaleRotary
@@ -27,34 +28,6 @@ class HostedNorm(nn.Module):
         return with_gain(normal, self.weight, x_up.dtype, False)
 
 
-class HostedColumnMap(nn.Module):
-    """x: [..., D], x_up: [..., U] -> [..., inner]."""
-
-    def __init__(self, config: HostedScaleConfig, inner: int) -> None:
-        super().__init__()
-        self.base_to_expansion = nn.Linear(config.hidden_size, inner, bias=False)
-        self.expansion_to_expansion = nn.Linear(config.expansion_hidden_size, inner, bias=False)
-
-    def forward(self, x: Tensor, x_up: Tensor) -> Tensor:
-        return self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
-
-
-class HostedRowMap(nn.Module):
-    """y: [..., D], h: [..., inner] -> the changed y, and y_up [..., U]."""
-
-    def __init__(self, config: HostedScaleConfig, inner: int, *, collaborative: bool) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.expansion_to_base = nn.Linear(inner, size, bias=False) if collaborative else None
-        self.base_to_expansion = nn.Linear(size, config.expansion_hidden_size, bias=False)
-        self.expansion_to_expansion = nn.Linear(inner, config.expansion_hidden_size, bias=False)
-
-    def forward(self, y: Tensor, h: Tensor, open_tokens: OpenTokens) -> tuple[Tensor, Tensor]:
-        if self.expansion_to_base is not None:
-            y = open_tokens.add(y, self.expansion_to_base, h)
-        return y, self.base_to_expansion(y) + self.expansion_to_expansion(h)
-
-
 class HostedAttention(nn.Module):
     """Causal heads beside a token mixer."""
 
@@ -64,12 +37,13 @@ class HostedAttention(nn.Module):
         heads = config.expansion_num_attention_heads
         kv_heads = config.expansion_num_key_value_heads
         self.queries_per_key = heads // kv_heads
+        streams = (config.hidden_size, config.expansion_hidden_size)
         self.stream_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
-        self.query = HostedColumnMap(config, heads * config.head_dim)
-        self.key = HostedColumnMap(config, kv_heads * config.head_dim)
-        self.value = HostedColumnMap(config, kv_heads * config.head_dim)
-        self.output = HostedRowMap(
-            config,
+        self.query = AddedColumnMap(streams, heads * config.head_dim)
+        self.key = AddedColumnMap(streams, kv_heads * config.head_dim)
+        self.value = AddedColumnMap(streams, kv_heads * config.head_dim)
+        self.output = AddedRowMap(
+            streams,
             heads * config.head_dim,
             collaborative=config.is_collaborative(layer, "attention"),
         )
@@ -106,10 +80,11 @@ class HostedFeedForward(nn.Module):
         super().__init__()
         inner = config.expansion_intermediate_size
         self.activation = ACT2FN[config.hidden_act]
+        streams = (config.hidden_size, config.expansion_hidden_size)
         self.stream_norm = HostedNorm(config.expansion_hidden_size, config.norm_eps)
-        self.gate = HostedColumnMap(config, inner)
-        self.up = HostedColumnMap(config, inner)
-        self.down = HostedRowMap(config, inner, collaborative=config.is_collaborative(layer, "ffn"))
+        self.gate = AddedColumnMap(streams, inner)
+        self.up = AddedColumnMap(streams, inner)
+        self.down = AddedRowMap(streams, inner, collaborative=config.is_collaborative(layer, "ffn"))
 
     def forward(
         self,

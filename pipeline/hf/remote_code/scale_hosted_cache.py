@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
-from .scale_gate import GateCache
+from .scale_caches import GateCache
 
 
 class AddedKeys(DynamicLayer):  # type: ignore[misc]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_scale_hosted import HostedScaleConfig
+from .scale_open_weights import ScaleLowRank
 from .scale_own_calls import call_with_own_gain, nested
-from .scale_streams import ScaleLowRank
 
 
 class HostedOwnGains(nn.Module):

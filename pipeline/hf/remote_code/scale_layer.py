@@ -15,9 +15,11 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  
 
 from .configuration_scale import ScaleConfig
 from .open_tokens import OpenTokens
+from .scale_added_maps import AddedColumnMap, AddedRowMap
 from .scale_math import choose_experts, rotate, rows_by_expert
+from .scale_open_weights import ScaleLowRank
 from .scale_rotary import RotaryAngles
-from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleLowRank, ScaleNorm, StreamPath
+from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleNorm, StreamPath
 
 
 class ScaleAttention(nn.Module):
@@ -243,13 +245,10 @@ class ScaleMixture(nn.Module):
             return
         # The blocks of the expansion; the experts take the place of `base`.
         inner = config.expansion_intermediate_size
-        self.gate = _linear_maps(
-            base_to_expansion=(size, inner), expansion_to_expansion=(up, inner)
-        )
-        self.up = _linear_maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
-        self.down = _linear_maps(base_to_expansion=(size, up), expansion_to_expansion=(inner, up))
-        if config.is_collaborative(layer, "ffn"):
-            self.down["expansion_to_base"] = nn.Linear(inner, size, bias=False)
+        collaborative = config.is_collaborative(layer, "ffn")
+        self.gate = AddedColumnMap((size, up), inner)
+        self.up = AddedColumnMap((size, up), inner)
+        self.down = AddedRowMap((size, up), inner, collaborative=collaborative)
 
     def _base_modules(self, config: ScaleConfig, layer: int) -> nn.ModuleDict:
         """The base's router, experts and shared expert, with what open tokens add to the last."""
@@ -291,12 +290,8 @@ class ScaleMixture(nn.Module):
         y = y.view_as(x)
         if x_up is None:
             return path._replace(x=y)
-        gate = self.gate["base_to_expansion"](x) + self.gate["expansion_to_expansion"](x_up)
-        inner = self.up["base_to_expansion"](x) + self.up["expansion_to_expansion"](x_up)
-        inner = self.activation(gate) * inner
-        if "expansion_to_base" in self.down:
-            y = open_tokens.add(y, self.down["expansion_to_base"], inner)
-        y_up = self.down["base_to_expansion"](y) + self.down["expansion_to_expansion"](inner)
+        inner = self.activation(self.gate(x, x_up)) * self.up(x, x_up)
+        y, y_up = self.down(y, inner, open_tokens)
         return path._replace(x=y, x_up=y_up)
 
     def _experts_sum(self, x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.hf.remote_code import scale_gate
+from pipeline.hf.remote_code import scale_from_open_on, scale_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.hf.remote_code.scale_gate import GateCache
+from pipeline.hf.remote_code.scale_caches import GateCache
 from pipeline.scale_math import WINDOW
 from tests.conversion.checkpoints import generate_greedily, scale_config
 from tests.tolerances import PARITY, assert_near
@@ -87,7 +87,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def always_whole():
-    return patch.object(ScaleForCausalLM, "_can_read_again", lambda *_: False)
+    return patch.object(scale_from_open_on, "_can_read_again", lambda *_: False)
 
 
 @contextmanager

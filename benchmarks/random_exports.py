@@ -6,6 +6,10 @@ The base is a Llama. Beside it are
   wider Llama (`merged`), or as the scale format's two streams without a gate (`scale`) or with one;
 - `4 x 1/8, …`: four gated expansions by an eighth beside each other;
 - `own weights, …`: no width, but rows, gains and differences of rank 16 that only open tokens read;
+- `hosted 1/8, …` and `hosted own weights, …`: the same widths and weights beside transformers' own
+  modules, as a run with `base_code: transformers` exports them;
+- `beside 1/8, …` and `beside own weights, …`: the same models as those without `beside`, by a trial
+  of one runtime for all bases (`beside_llama.py`);
 - `difference, …`: a packed difference of all weights in 4 bits, which is added to the base's once,
   or each time that a layer runs (`by layer`).
 
@@ -15,6 +19,7 @@ A model with a gate has a name for each state of it: see `THRESHOLDS`.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +28,21 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.beside_llama import NORMS, BesideLlama
 from pipeline.extensions.combination.combine import base_entries
+from pipeline.extensions.hosted.export import config_entries
+from pipeline.extensions.hosted.read_spec import hosted_spec_of
 from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_difference import DifferenceForCausalLM
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.remote_code.scale_gate import ScaleGate
+from pipeline.open_weights import open_weights_in
+from pipeline.scale.plan import ExpansionPlan, Widths
 
 BASE = "base"
 SHARES = (8, 2)
@@ -38,6 +50,10 @@ SHARES = (8, 2)
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
 OWN_WEIGHTS = "own weights"
+HOSTED = "hosted "
+"""How the names of models beside transformers' own modules begin."""
+BESIDE = "beside "
+"""How those of the trial begin."""
 OWN_RANK = 16
 DIFFERENCES = {"difference": "once", "difference by layer": "by_layer"}
 """Models with a packed difference, and when it is added to the base's weights."""
@@ -144,9 +160,13 @@ def models(
         if isinstance(model, DifferenceForCausalLM):
             model.base = base
         if isinstance(model, ScaleForCausalLM):
-            _share_matrices(model, base)
+            _share_base(model, base)
+            if name.startswith(BESIDE):
+                model = BesideLlama.of(base, model)
         if isinstance(model, CombinedForCausalLM):
             model.share_base()
+        if isinstance(model, HostedScaleForCausalLM):
+            model.base.load_state_dict(base.state_dict(), assign=True)
         for state in states:
             made[state] = model
     return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
@@ -168,7 +188,7 @@ def states_of(name: str, wanted: Sequence[str] = ()) -> list[str]:
         for state in THRESHOLDS:
             # Where texts do not wait for the gate, or each is computed again anyway, it makes no
             # difference by what a prompt opens.
-            if state != "open by id" or name.startswith("1/"):
+            if state != "open by id" or name.removeprefix(BESIDE).startswith("1/"):
                 states.append(name.replace(GATE_SHUT, state))
     if not wanted:
         return states
@@ -197,7 +217,7 @@ def expansion_entries(sizes: BaseSizes, share: int) -> dict[str, Any]:
         entries[name] = size if name.startswith("num") else of_base[name]
     channels = torch.arange(0, HEAD_DIM, 2).float()
     rotary = {
-        "frequencies": (10000.0 ** -(channels / HEAD_DIM)).tolist(),
+        "frequencies": (1 / 10000.0 ** (channels / HEAD_DIM)).tolist(),
         "context": None,
         "attention_factor": 1.0,
         "long_frequencies": None,
@@ -206,6 +226,7 @@ def expansion_entries(sizes: BaseSizes, share: int) -> dict[str, Any]:
         "base_vocab_size": sizes.vocab_size,
         "l_fp": sizes.layers // 2,
         "collaborative_modules": ["attention", "ffn"],
+        "norm_eps": base_config(sizes).rms_norm_eps,
         "norm_statistics": "base",
         "rotary": [rotary],
         "layer_rotary": [0] * sizes.layers,
@@ -256,8 +277,13 @@ def _makers(sizes: BaseSizes, features: str) -> dict[str, Callable[[], PreTraine
         makers[f"1/{share}, {GATE_SHUT}"] = partial(ScaleForCausalLM, by_id)
         if share == SHARES[0]:
             makers[f"{SEVERAL} x 1/{share}, {GATE_SHUT}"] = partial(several, with_gate)
-            own = _own_weights_config(entries, features)
-            makers[f"{OWN_WEIGHTS}, {GATE_SHUT}"] = partial(ScaleForCausalLM, own)
+            own = _own_weights_entries(entries, features)
+            own_config = ScaleConfig(**own)
+            makers[f"{OWN_WEIGHTS}, {GATE_SHUT}"] = partial(ScaleForCausalLM, own_config)
+            makers[f"{BESIDE}1/{share}, {GATE_SHUT}"] = partial(ScaleForCausalLM, by_id)
+            makers[f"{BESIDE}{OWN_WEIGHTS}, {GATE_SHUT}"] = partial(ScaleForCausalLM, own_config)
+            for name, of_model in {f"1/{share}": with_gate, OWN_WEIGHTS: own}.items():
+                makers[f"{HOSTED}{name}, {GATE_SHUT}"] = partial(_hosted, sizes, of_model)
     for name, unpacked in DIFFERENCES.items():
         config = DifferenceConfig(
             text_config=base_config(sizes).to_dict(),
@@ -271,8 +297,8 @@ def _makers(sizes: BaseSizes, features: str) -> dict[str, Callable[[], PreTraine
     return makers
 
 
-def _own_weights_config(entries: dict[str, Any], features: str) -> ScaleConfig:
-    """The base without an expansion, and open weights from the gate's layer on."""
+def _own_weights_entries(entries: dict[str, Any], features: str) -> dict[str, Any]:
+    """The entries of the base without an expansion, and open weights from the gate's layer on."""
     first_layer = min(2, entries["num_hidden_layers"])
     own = {
         "own_first_layer": first_layer,
@@ -282,14 +308,38 @@ def _own_weights_config(entries: dict[str, Any], features: str) -> ScaleConfig:
         "gate_layer": first_layer,
         "gate_features": features,
     }
-    return ScaleConfig(**(base_entries(entries) | own))
+    return base_entries(entries) | own
 
 
-def _share_matrices(model: Any, base: Any) -> None:
-    """Gives a widened model the matrices of its base, in one memory: the same product takes up to
+def _hosted(sizes: BaseSizes, entries: dict[str, Any]) -> HostedScaleForCausalLM:
+    """What these entries of a ScaleConfig say, beside transformers' own modules."""
+    config = ScaleConfig(**entries)
+    expansion: Widths | None = None
+    if config.expansion_hidden_size:
+        expansion = Widths(
+            config.expansion_hidden_size,
+            config.expansion_intermediate_size,
+            config.expansion_num_attention_heads,
+            config.expansion_num_key_value_heads,
+        )
+    plan = ExpansionPlan(
+        expansion,
+        config.num_hidden_layers,
+        config.l_fp,
+        frozenset[Any](config.collaborative_modules),
+        own=open_weights_in(entries, tuple(range(config.own_rows - 1)) or None),
+    )
+    spec = hosted_spec_of(json.loads(base_config(sizes).to_json_string(use_diff=False)))
+    gate = {name: value for name, value in entries.items() if name.startswith("gate_")}
+    return HostedScaleForCausalLM(HostedScaleConfig(**config_entries(spec, plan), **gate))
+
+
+def _share_base(model: Any, base: Any) -> None:
+    """Gives a widened model the weights of its base, in one memory: the same product takes up to
     a fifth longer where the weights lie on other pages."""
     for layer, same in zip(model.layers, base.model.layers, strict=True):
-        for name, matrix in MATRICES.items():
-            layer.get_submodule(name).base.weight = same.get_submodule(matrix).weight
+        for name, of_base in (MATRICES | NORMS).items():
+            layer.get_submodule(name).base.weight = same.get_submodule(of_base).weight
+    model.final_norm.base.weight = base.model.norm.weight
     model.embedding.base.weight = base.model.embed_tokens.weight
     model.output.base = base.lm_head.weight

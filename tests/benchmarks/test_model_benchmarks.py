@@ -6,21 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import (
     checkpoint,
     expansion_loading,
     generation_speed,
     host_operations,
+    random_exports,
     sampling_throughput,
     step_files,
 )
+from benchmarks.beside_llama import BesideLlama
 from benchmarks.gate_separation import __main__ as gate_separation
 from benchmarks.gate_separation.__main__ import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
 from tests.extensions.self_generated.helpers import copied_stories
 from tests.texts import DATA
+from tests.tolerances import assert_near
 
 pytestmark = pytest.mark.full
 
@@ -75,13 +79,44 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     states = ["one open", "gate shut", "gate open"]
     widened = ("merged", "scale", "open by id", *states)
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in widened]
-    kinds = ("4 x 1/8", "own weights", "difference", "difference by layer")
+    kinds = ["4 x 1/8", "own weights", "difference", "difference by layer"]
+    for runtime in ("hosted", "beside"):
+        kinds += [f"{runtime} 1/8", f"{runtime} own weights"]
+    names.append("beside 1/8, open by id")
     several = [f"{name}, {state}" for name in kinds for state in states]
     assert set(rows) == {"base", *several, *names} and rows["base"]["ratio_to_base"] == 1
     assert all(
         row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values()
     )
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["1/8", "own weights"])
+def test_the_trial_of_one_runtime_computes_what_native_exports_do(kind):
+    sizes = random_exports.BaseSizes(hidden_size=1024, layers=3, vocab_size=64)
+    states = ("gate shut", "gate open")
+    wanted = [f"{of}{kind}, {state}" for of in ("", "hosted ") for state in states]
+    models = random_exports.models(sizes, torch.float32, wanted=wanted)
+    # Of the same weights.
+    beside = BesideLlama.of(models["base"], models[f"{kind}, gate open"])
+    models |= {f"beside {kind}, {state}": beside for state in states}
+    tokens = torch.arange(12).unsqueeze(0)
+    logits = {}
+    for name in set(models) - {"base"}:
+        random_exports.set_gates(models[name], name.partition(", ")[2])
+        cache = models[name](tokens[:, :9], use_cache=True).past_key_values
+        steps = [models[name](tokens).logits]
+        for place in range(9, 12):
+            step = models[name](tokens[:, place : place + 1], past_key_values=cache)
+            steps.append(step.logits)
+        logits[name] = torch.cat(steps, dim=1)
+    of_base = models["base"](tokens).logits
+    for of in ("", "beside ", "hosted "):
+        assert torch.equal(logits[f"{of}{kind}, gate shut"][:, :12], of_base)
+    assert_near(logits[f"beside {kind}, gate open"], logits[f"{kind}, gate open"], 1e-5)
+    change = (logits[f"{kind}, gate open"][:, :12] - of_base).abs().max()
+    assert change > 1e-3, "the gate changes nothing"
 
 
 def test_expansions_are_loaded_with_their_base(tmp_path, monkeypatch):

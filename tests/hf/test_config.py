@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.method import Initialisers
 from pipeline.hf.config import config_to_widened, widened_to_config
-from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.configuration_scale import AddedConfig, ScaleConfig
 from pipeline.model.families import FAMILIES
 from pipeline.model.spec import (
     ACTIVATIONS,
@@ -164,7 +164,11 @@ def test_the_code_of_an_export_declares_every_entry(data):
     """And takes each as it is written."""
     spec = data.draw(specs())
     written = widened_to_config(spec, data.draw(plans(spec.num_layers)))
-    declared = {*ScaleConfig.__annotations__, "tie_word_embeddings"}
+    declared = {
+        *AddedConfig.__annotations__,
+        *ScaleConfig.__annotations__,
+        "tie_word_embeddings",
+    }
     assert written.keys() <= declared
     read = ScaleConfig(**written)
     for name, value in written.items():

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.hf.remote_code import scale_from_open_on, scale_gate
+from pipeline.hf.remote_code import scale_caches, scale_from_open_on
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.scale_caches import GateCache
 from pipeline.scale_math import WINDOW
@@ -294,7 +294,7 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
         )
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
-    with patch.object(scale_gate, "WINDOW", 10**6):
+    with patch.object(scale_caches, "WINDOW", 10**6):
         expected = scores(GateCache(), parts)
     cache = GateCache()
     assert torch.equal(scores(cache, parts), expected)

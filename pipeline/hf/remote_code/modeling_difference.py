@@ -157,7 +157,7 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         is_text, documents = texts_of(stream, mask, positions, readers.cache)
         layers = None if readers.cache is None else readers.cache.layers
         by_id = self.token_gate.opens_id(tokens, is_text)
-        opens: Tensor = self.token_gate(stream, is_text, documents, layers, by_id)
+        opens: Tensor = self.token_gate.decide(stream, is_text, documents, layers, by_id)
         if is_text is None:
             return torch.ones_like(opens), opens
         return is_text.unsqueeze(-1), opens

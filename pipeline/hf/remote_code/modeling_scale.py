@@ -475,7 +475,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         is_text, documents = texts_of(x, inputs.attention_mask, inputs.positions, inputs.cache)
         layers = None if inputs.cache is None else inputs.cache.layers
         by_id = self.opens_by_id(inputs.tokens, is_text)
-        opens: Tensor = self.token_gate(x, is_text, documents, layers, by_id)
+        opens: Tensor = self.token_gate.decide(x, is_text, documents, layers, by_id)
         return opens
 
     def opens_by_id(self, tokens: Tensor | None, is_text: Tensor | None) -> Tensor | None:

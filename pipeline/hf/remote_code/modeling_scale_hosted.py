@@ -415,7 +415,7 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         assert self.token_gate is not None, "a layer is named for it"
         is_text = current.inputs.is_text
         by_id = self.token_gate.opens_id(current.call["input_ids"], is_text)
-        opens = self.token_gate(x, is_text, documents, current.added, by_id)
+        opens = self.token_gate.decide(x, is_text, documents, current.added, by_id)
         for token in self.config.media_token_ids:
             # Here stands what the base makes of a picture or a sound, and no text was like it.
             is_other = (current.call["input_ids"] != token).unsqueeze(-1)

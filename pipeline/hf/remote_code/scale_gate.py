@@ -58,6 +58,12 @@ class ScaleGate(nn.Module):
         return self
 
     def forward(
+        self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
+    ) -> Tensor:
+        """Whether each token is open by its score: bool [B, S, 1]; see `scores`."""
+        return self.scores(x, is_text, documents, cache) > self.threshold
+
+    def decide(
         self,
         x: Tensor,
         is_text: Tensor | None,
@@ -72,7 +78,7 @@ class ScaleGate(nn.Module):
         cache: GateCache | None = None
         if layers is not None and self.has_mean:
             cache = layer_of(GateCache, layers)
-        opens = self.scores(x, is_text, documents, cache) > self.threshold
+        opens: Tensor = self(x, is_text, documents, cache)
         if is_text is not None:
             opens = opens & is_text.unsqueeze(-1).to(opens.device)
         if by_id is not None:

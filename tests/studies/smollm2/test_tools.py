@@ -31,9 +31,10 @@ four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 options = {"trust_remote_code": True, "quantization_config": four_bits, "device_map": "cpu"}
 model = AutoModelForCausalLM.from_pretrained(folder, **options)
 maps = sum(isinstance(module, Linear4bit) for module in model.modules())
-ids = AutoTokenizer.from_pretrained(folder)("The capital of France is", return_tensors="pt")
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+ids = tokenizer("The capital of France is", return_tensors="pt")
 written = model.generate(**ids, max_new_tokens=3, do_sample=False)
-print(maps, AutoTokenizer.from_pretrained(folder).decode(written[0]))
+print(maps, repr(tokenizer.decode(written[0])))
 """
 
 

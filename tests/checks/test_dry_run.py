@@ -131,7 +131,9 @@ def test_lora_trains_the_rows_of_an_extended_vocabulary_beside_its_adapters(tmp_
 
 
 def test_the_plan_says_that_experts_have_no_low_rank_differences(base, tmp_path):
-    config = load_config(write_config(tmp_path, tmp_path, method__low_rank=2, gate={}))
+    config = load_config(
+        write_config(tmp_path, tmp_path, method__l_fp=2, method__low_rank=2, gate={})
+    )
     method = training_method(config)
     [(name, text)] = method.dry_run_rows(base("mixtral").spec)
     assert name == "open weights" and "but the experts', which stay the base's" in text

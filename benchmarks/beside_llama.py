@@ -150,7 +150,7 @@ class BesideLlama(LlamaForCausalLM):  # type: ignore[misc]
         current: Pass = self.running
         if current.opens is None:
             by_id = self.added.token_gate.opens_id(current.tokens)
-            current.opens = self.added.token_gate(x, None, None, current.text.layers, by_id)
+            current.opens = self.added.token_gate.decide(x, None, None, current.text.layers, by_id)
         opened = int(current.opens.count_nonzero())
         if not current.alone and opened == current.opens.numel():
             current.open_tokens = ALL_OPEN

@@ -41,7 +41,7 @@ _GPU_CLASSES = (
     GpuClass(float("inf"), "H100", 989.0),
 )
 _DENSE_MFU = 0.4
-"""Compiled steps of a 1B Adapt reached 0.41 on an H100, others 0.35 (docs/results/gpu.md)."""
+"""Compiled steps of a 1B Adapt reached 0.41 on an H100, others 0.35 (docs/gpu.md)."""
 _MIXTURE_MFU = 0.25
 """An assumption: no mixture was measured. Products of single experts are small."""
 

@@ -71,6 +71,14 @@ class Pass:
         self.heads_up: Any = None
         self.parts: dict[str, Tensor] = {}
 
+    def added(self, y: Tensor, maps: Any, x: Tensor, x_up: Tensor | None) -> Tensor:
+        """y [B, S, O] of a map of the base, with what its adapter and W12 add for open tokens."""
+        if maps.adapter is not None:
+            y = self.open_tokens.add(y, maps.adapter, x)
+        if x_up is not None and maps.expansion_to_base is not None:
+            y = self.open_tokens.add(y, maps.expansion_to_base, x_up)
+        return y
+
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -179,11 +187,8 @@ class BesideLlama(LlamaForCausalLM):  # type: ignore[misc]
         current: Pass = self.running
         if current.alone:
             return None
-        if maps.adapter is not None:
-            y = current.open_tokens.add(y, maps.adapter, args[0])
+        y = current.added(y, maps, args[0], current.normed_up)
         if current.x_up is not None:
-            if maps.expansion_to_base is not None:
-                y = current.open_tokens.add(y, maps.expansion_to_base, current.normed_up)
             of_expansion = maps.expansion_to_expansion(current.normed_up)
             current.parts[name] = maps.base_to_expansion(args[0]) + of_expansion
         return y
@@ -204,12 +209,9 @@ class BesideLlama(LlamaForCausalLM):  # type: ignore[misc]
         current: Pass = self.running
         if current.alone:
             return None
-        if maps.adapter is not None:
-            y = current.open_tokens.add(y, maps.adapter, args[0])
-        if current.x_up is not None:
-            up = read()
-            if maps.expansion_to_base is not None:
-                y = current.open_tokens.add(y, maps.expansion_to_base, up)
+        up = None if current.x_up is None else read()
+        y = current.added(y, maps, args[0], up)
+        if up is not None:
             y_up = maps.base_to_expansion(args[0]) + maps.expansion_to_expansion(up)
             current.x_up = current.x_up + y_up
         return y

@@ -21,7 +21,7 @@ import torch
 from pipeline import command_line
 from pipeline.command_line import folder_or_hub, positive
 from pipeline.data.tokenizer.chats import chat_template
-from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.files.json_files import write_json
 from pipeline.hf.load import load_hf_model, pop_eos_token_ids
@@ -50,16 +50,57 @@ class Answers:
         return sum(mine == its for mine, its in zip(self.english, base.english, strict=True))
 
 
-def answers_of(folder: Path, questions: Sequence[str], max_tokens: int) -> Answers:
-    """The greedy answers of the model in `folder`.
+@dataclass(frozen=True)
+class Writer:
+    """A model that continues texts greedily.
+
+    Attributes:
+        model: from `load_hf_model`.
+        tokenizer: the model's own.
+        ends: the tokens after which it stops.
+    """
+
+    model: Any
+    tokenizer: Tokenizer
+    ends: list[int]
+
+    @torch.no_grad()
+    def continued(self, ids: list[int], max_tokens: int) -> list[int]:
+        """The tokens that follow `ids`, up to and with the first of `ends`."""
+        prompt = torch.tensor([ids], device=self.model.device)
+        found = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=self.ends,
+            pad_token_id=self.ends[0],
+        )
+        following: list[int] = found[0, len(ids) :].tolist()
+        return following
+
+
+def load_writer(folder: Path) -> Writer:
+    """The model in `folder`.
 
     Raises:
         BaseModelError: the folder holds no model.
     """
     model = load_hf_model(folder)
     tokenizer = load_tokenizer(folder)
-    template = chat_template(folder)
     ends = pop_eos_token_ids(model) or list(tokenizer.document_end[-1:])
+    return Writer(model, tokenizer, ends)
+
+
+def answers_of(folder: Path, questions: Sequence[str], max_tokens: int) -> Answers:
+    """The greedy answers of the model in `folder`.
+
+    Raises:
+        BaseModelError: the folder holds no model.
+    """
+    writer = load_writer(folder)
+    tokenizer = writer.tokenizer
+    template = chat_template(folder)
     written: list[str] = []
     ended = 0
     asked = [*questions, *KOREAN]
@@ -67,29 +108,13 @@ def answers_of(folder: Path, questions: Sequence[str], max_tokens: int) -> Answe
         for question in asked:
             text = template.opened([{"role": "user", "content": question}])
             ids = tokenizer.reference.encode([text]).ids.tolist()
-            answer = continued(model, ids, ends, max_tokens)
-            if answer and answer[-1] in ends:
+            answer = writer.continued(ids, max_tokens)
+            if answer and answer[-1] in writer.ends:
                 ended += 1
                 answer.pop()
             written.append(tokenizer.decode(answer))
             bar.update(1)
     return Answers(written[: len(questions)], written[len(questions) :], ended)
-
-
-@torch.no_grad()
-def continued(model: Any, ids: list[int], ends: list[int], max_tokens: int) -> list[int]:
-    """What follows `ids`, up to and with the first of `ends`."""
-    prompt = torch.tensor([ids], device=model.device)
-    found = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-    )
-    continued: list[int] = found[0, len(ids) :].tolist()
-    return continued
 
 
 def read_questions(path: Path, limit: int) -> list[str]:

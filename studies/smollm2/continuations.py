@@ -13,9 +13,7 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.command_line import positive
-from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.hf.load import load_hf_model, pop_eos_token_ids
-from studies.smollm2.chats import continued
+from studies.smollm2.chats import load_writer
 
 PROMPTS = {
     "English": "The old lighthouse keeper climbed the stairs and",
@@ -32,14 +30,13 @@ def continuations_of(folder: Path, max_tokens: int) -> list[str]:
     Raises:
         BaseModelError: the folder holds no model.
     """
-    model = load_hf_model(folder)
-    tokenizer = load_tokenizer(folder)
-    ends = pop_eos_token_ids(model) or list(tokenizer.document_end[-1:])
+    writer = load_writer(folder)
+    tokenizer = writer.tokenizer
     written: list[str] = []
     for prompt in PROMPTS.values():
         # As documents begin in training.
         ids = [*tokenizer.before_document, *tokenizer.reference.encode([prompt]).ids.tolist()]
-        written.append(tokenizer.decode(continued(model, ids, ends, max_tokens)))
+        written.append(tokenizer.decode(writer.continued(ids, max_tokens)))
     return written
 
 

@@ -65,26 +65,28 @@ def test_texts_are_the_same_bytes_and_no_question_is_asked_twice(tmp_path):
     assert not sampled & asked
 
 
-def test_a_model_gives_its_own_answers_and_another_one_does_not(tmp_path, monkeypatch):
+@pytest.fixture
+def two_models(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """The folders of two models whose answers differ."""
     monkeypatch.chdir(tmp_path)
     model = random_llama()
-    same = model_folder(write_gguf(Path("same.gguf"), model))
+    one = model_folder(write_gguf(Path("one.gguf"), model))
     model.model.norm.weight.data.neg_()
-    other = model_folder(write_gguf(Path("other.gguf"), model))
+    return one, model_folder(write_gguf(Path("other.gguf"), model))
+
+
+def test_a_model_gives_its_own_answers_and_another_one_does_not(two_models):
+    one, other = two_models
     questions = ["What is the capital of France?", "in on"]
-    answers = chats.answers_of(same, questions, max_tokens=8)
+    answers = chats.answers_of(one, questions, max_tokens=8)
     assert answers.same_as(answers) == len(questions)
     assert len(answers.korean) == len(chats.KOREAN)
     assert chats.answers_of(other, questions, max_tokens=8).same_as(answers) == 0
 
 
-def test_the_table_of_continuations_has_a_column_for_each_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model = random_llama()
-    same = model_folder(write_gguf(Path("same.gguf"), model))
-    model.model.norm.weight.data.neg_()
-    other = model_folder(write_gguf(Path("other.gguf"), model))
-    models = {"base": same, "again": same, "other": other}
+def test_the_table_of_continuations_has_a_column_for_each_model(two_models):
+    one, other = two_models
+    models = {"base": one, "again": one, "other": other}
     header, _, *rows = continuations.continuations_table(models, max_tokens=4).splitlines()
     assert header == "| text | base | again | other |"
     assert len(rows) == len(continuations.PROMPTS)

@@ -43,7 +43,7 @@ class PassInputs(NamedTuple):
 
 
 class PathModel(Protocol):
-    """What a ScaleForCausalLM has for this."""
+    """What a ScaleForCausalLM has for this; its module imports this one."""
 
     config: ScaleConfig
     base_runs_alone: bool

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lm_eval.tasks.kobest.utils import copa_doc_to_text
 
 from pipeline.errors import DataError
 from pipeline.extensions.tasks.benchmarks import benchmark_model, load_tasks, task_results
@@ -47,7 +48,8 @@ def test_tasks_have_lm_evals_prompts_and_documents_of_the_folder(tmp_path):
     assert names == ["local_kobest_copa", "local_arc_easy", "local_blimp_passive_1"]
     tasks = load_tasks(names, include=tmp_path / "tasks")
     copa, arc, blimp = (tasks.loaded["tasks"][name] for name in names)
-    assert copa.doc_to_text(RECORDS["kobest/copa/test.jsonl"]) == "바지의 허리가 컸다 그래서 "
+    record = RECORDS["kobest/copa/test.jsonl"]
+    assert copa.doc_to_text(record) == copa_doc_to_text(record)
     assert arc.doc_to_text(RECORDS["arc_easy/test.jsonl"]) == "Question: What did Tim eat?\nAnswer:"
     assert blimp.doc_to_target(RECORDS["blimp/passive_1.jsonl"]) == 0
     results = task_results(benchmark_model(STORIES), tasks)

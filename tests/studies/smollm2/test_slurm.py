@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from pipeline.hf.load import load_hf_model
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
-from tests.studies.smollm2.runs import BOOKS, ENGLISH, KOREAN, LORA
-from tests.texts import REVIEWS_HELDOUT
-from tests.training.runs import losses
+from tests.studies.smollm2.runs import ENGLISH, KOREAN, LORA, settings_of
+from tests.training.runs import losses, write_config
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
@@ -24,35 +22,9 @@ PATIENCE_S = 1500.0
 def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
     smollm2, slurm_cluster: Cluster, tmp_path: Path
 ):
-    korean, english = [str(REVIEWS_HELDOUT)], [str(BOOKS)]
     folder = tmp_path / "run"
-    run = {
-        "name": "real",
-        "folder": str(folder),
-        "base": str(smollm2),
-        "method": LORA,
-        "data": {
-            "folder": str(tmp_path / "tokens"),
-            "sequence_length": 64,
-            "replay_fraction": 0.0,
-            "corpora": {
-                "korean": {"input": korean, "heldout_input": korean},
-                "english": {"input": english, "heldout_input": english, "role": "replay"},
-            },
-        },
-        "gate": {"tokens": 1000},
-        "schedule": {
-            "steps": 4,
-            "global_batch_size": 2,
-            "micro_batch_size": 1,
-            "learning_rate": 1e-3,
-        },
-        "validation": {"every_steps": 100, "max_sequences": 2},
-        "checkpoints": {"every_steps": 1},
-        "deepspeed": "ds_configs/zero1_fp32.json",
-    }
-    config = tmp_path / "real.yaml"
-    config.write_text(yaml.safe_dump(run), encoding="utf-8")
+    settings = settings_of(smollm2, LORA, checkpoints={"every_steps": 1}, preflight={})
+    config = write_config(folder, tmp_path / "tokens", name="real.yaml", **settings)
     options = (f"--output={tmp_path}/%j.out", "slurm/cpt_korean.sh", config)
     job = slurm_cluster.sbatch(*options, cwd=PROJECT, **ON_THE_CPU)
     checkpoint = folder / "checkpoints" / "latest"

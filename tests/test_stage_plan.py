@@ -11,9 +11,9 @@ import yaml
 
 from pipeline.checks.checklist import check_stage
 from pipeline.config.run import load_config
-from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import stage_after, tokens_after, training_stages
 from pipeline.errors import ConfigError, LayoutError
+from pipeline.training.learning_rate import learning_rate
 from tests.training.runs import write_config
 
 TWO = [{"name": "rows", "steps": 2, "trains": "output"}, {"name": "all", "steps": 4}]

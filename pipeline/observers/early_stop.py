@@ -1,15 +1,21 @@
-"""The early stop of a run whose new text gains no more; see `pipeline.training.early_stop`."""
+"""The early stop: when a run ends because the new text gains no more.
+
+How it then cools down is `pipeline.training.learning_rate.cooled_rate`. All decisions follow from
+the run's position, so a resumed run makes the same ones as a run that never stopped.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 
 from pipeline import log
+from pipeline.checkpoint.position import CoolDown, Position
 from pipeline.config.run import RunConfig
 from pipeline.parallel.ranks import broadcast_from_rank0, warn_on_rank0
-from pipeline.training.early_stop import after_validation
+from pipeline.training.learning_rate import learning_rate
 from pipeline.training.observer import Observer, ValidationEvent
 
 _logger = log.get_logger(__name__)
@@ -52,3 +58,27 @@ class EarlyStop(Observer):
                 position.lowest_nll_per_token,
                 position.last_step(self.config),
             )
+
+
+def after_validation(position: Position, scores: Sequence[float], config: RunConfig) -> Position:
+    """The position after a validation of the new text; the run's end may be decided.
+
+    Args:
+        position: of the step that was validated.
+        scores: nll_per_token of each new corpus; their mean is compared.
+        config: the run, which sets `validation.stop_after`.
+    """
+    settings = config.validation
+    assert settings.stop_after is not None, "its caller stops early"
+    found = fmean(scores)
+    lowest = position.lowest_nll_per_token
+    # Written so that NaN is no gain.
+    if lowest is None or found < lowest:
+        return position.changed(lowest_nll_per_token=found, validations_without_gain=0)
+    count = position.validations_without_gain + 1
+    position = position.changed(validations_without_gain=count)
+    if count < settings.stop_after or position.cool_down is not None:
+        return position
+    step = position.step
+    last = min(step + settings.cool_down_steps, config.schedule.steps)
+    return position.changed(cool_down=CoolDown(step, last, learning_rate(step, config.schedule)))

@@ -16,7 +16,6 @@ from pipeline.checkpoint.position import Position, StepRecord
 from pipeline.checkpoint.rank_files import Index
 from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.schedule import learning_rate
 from pipeline.config.stage_plan import TrainingStage, stage_after
 from pipeline.errors import UserError
 from pipeline.health.phases import Phases
@@ -29,9 +28,9 @@ from pipeline.training.base_copies import hash_base
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike
-from pipeline.training.early_stop import cooled_rate
 from pipeline.training.engine import Engine
 from pipeline.training.launch import StopSignals, extend_collectives
+from pipeline.training.learning_rate import cooled_rate, learning_rate
 from pipeline.training.load_model import load_model
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.step_totals import StepSums, StepTotals

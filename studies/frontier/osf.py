@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from pipeline import command_line, log
 from pipeline.config.run import RunConfig
-from pipeline.config.schedule import learning_rate
 from pipeline.data.dataset.packing import IGNORED, Sample
 from pipeline.data.dataset.samples import TrainingSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
@@ -32,6 +31,7 @@ from pipeline.evaluation.table import over_seeds, table
 from pipeline.hf.load import load_hf_model
 from pipeline.list_options import join_repeated_lists
 from pipeline.run_folder.metrics import readable
+from pipeline.training.learning_rate import learning_rate
 from studies.harness.run_study import open_study
 from studies.harness.runs import StudyRuns
 

@@ -12,10 +12,10 @@ import pytest
 from pipeline.checkpoint.position import CoolDown, Position
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import RunConfig, load_config
-from pipeline.config.schedule import learning_rate
 from pipeline.errors import RESUME_LATER, ConfigError
+from pipeline.observers.early_stop import after_validation
 from pipeline.run_folder.status import read_status
-from pipeline.training.early_stop import after_validation, cooled_rate
+from pipeline.training.learning_rate import cooled_rate, learning_rate
 from tests.distributed import run_ranks
 from tests.training.runs import (
     in_turn,

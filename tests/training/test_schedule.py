@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.schedule import Schedule, learning_rate
+from pipeline.config.schedule import Schedule
+from pipeline.training.learning_rate import learning_rate
 
 KINDS = ("linear", "cosine", "wsd")
 

@@ -213,6 +213,6 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     table = (tmp_path / "korean" / "chats.md").read_text()
     assert [row[1] for row in rows_of(table)] == [
         "Base",
-        "Adapt 1/8 with own weights, tuned on Korean chats + gate",
-        "Adapt 1/8 with own weights, own chats by KL, half with Korean users + gate",
+        "Adapt 1/8 with open weights, tuned on Korean chats + gate",
+        "Adapt 1/8 with open weights, own chats by KL, half with Korean users + gate",
     ], "no export without the gate of open weights"

@@ -5,10 +5,10 @@ The base is a Llama. Beside it are
 - `1/8, …` and `1/2, …`: its expansion by an eighth (the paper's proportions) and by a half, as a
   wider Llama (`merged`), or as the scale format's two streams without a gate (`scale`) or with one;
 - `4 x 1/8, …`: four gated expansions by an eighth beside each other;
-- `own weights, …`: no width, but rows, gains and differences of rank 16 that only open tokens read;
-- `hosted 1/8, …` and `hosted own weights, …`: the same widths and weights beside transformers' own
+- `open weights, …`: no width, but rows, gains and differences of rank 16 that only open tokens read;
+- `hosted 1/8, …` and `hosted open weights, …`: the same widths and weights beside transformers' own
   modules, as a run with `base_code: transformers` exports them;
-- `beside 1/8, …` and `beside own weights, …`: the same models as those without `beside`, by a trial
+- `beside 1/8, …` and `beside open weights, …`: the same models as those without `beside`, by a trial
   of one runtime for all bases (`beside_llama.py`);
 - `difference, …`: a packed difference of all weights in 4 bits, which is added to the base's once,
   or each time that a layer runs (`by layer`).
@@ -49,7 +49,7 @@ SHARES = (8, 2)
 """An expansion is one such part of each of the base's widths."""
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
-OWN_WEIGHTS = "own weights"
+OWN_WEIGHTS = "open weights"
 HOSTED = "hosted "
 """How the names of models beside transformers' own modules begin."""
 BESIDE = "beside "

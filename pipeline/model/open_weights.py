@@ -139,7 +139,7 @@ class OwnInputRows(nn.Module):
 
 @dataclass(frozen=True)
 class OwnInput:
-    """What open tokens add to x where their own weights begin.
+    """What open tokens add to x where open weights begin.
 
     Attributes:
         layer: the layer that x is about to enter.

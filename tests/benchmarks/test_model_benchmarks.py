@@ -79,9 +79,9 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     states = ["one open", "gate shut", "gate open"]
     widened = ("merged", "scale", "open by id", *states)
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in widened]
-    kinds = ["4 x 1/8", "own weights", "difference", "difference by layer"]
+    kinds = ["4 x 1/8", "open weights", "difference", "difference by layer"]
     for runtime in ("hosted", "beside"):
-        kinds += [f"{runtime} 1/8", f"{runtime} own weights"]
+        kinds += [f"{runtime} 1/8", f"{runtime} open weights"]
     names.append("beside 1/8, open by id")
     several = [f"{name}, {state}" for name in kinds for state in states]
     assert set(rows) == {"base", *several, *names} and rows["base"]["ratio_to_base"] == 1
@@ -92,7 +92,7 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["1/8", "own weights"])
+@pytest.mark.parametrize("kind", ["1/8", "open weights"])
 def test_the_trial_of_one_runtime_computes_what_native_exports_do(kind):
     sizes = random_exports.BaseSizes(hidden_size=1024, layers=3, vocab_size=64)
     states = ("gate shut", "gate open")

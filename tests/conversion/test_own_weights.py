@@ -84,7 +84,7 @@ def trained_together(models):
 
 
 def without_own_weights(model):
-    """The same model, whose own weights are zeros."""
+    """The same model, whose open weights are zeros."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in OWN_PARTS):

@@ -36,7 +36,7 @@ QUICK = [
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
     "adapt/qwen3_moe/aligned/shared experts",
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
-    "export/adapt/cache/gate/own weights",
+    "export/adapt/cache/gate/open weights",
     "adapt/hosted llama/export/static/gate",
     # A window, capped scores, and layers that are computed again.
     "adapt/hosted gemma2/all",
@@ -48,7 +48,7 @@ COMPILED = ["adapt/gemma2/compiled"]
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe", "solar_open", "exaone_moe")
 DENSE = [name for name in CONFIGS if not name.startswith(MIXTURES)]
 ALL = [
-    *(f"{served}/gate/own weights" for served in ("export/adapt/cache", "vllm/adapt")),
+    *(f"{served}/gate/open weights" for served in ("export/adapt/cache", "vllm/adapt")),
     *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
     *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
     *(

@@ -253,7 +253,7 @@ def _export_config(case: Case) -> ScaleConfig:
         options["routed"] = True
     if "gate" in case.options:
         options["gate_layer"] = 1
-    if "own weights" in case.options:
+    if "open weights" in case.options:
         own = {"own_rows": 9, "own_gains": True, "own_rank": 2}
         options |= {"own_first_layer": 1, **own}
     return ScaleConfig(l_fp=1, **options)

@@ -35,7 +35,7 @@ def step(base, variant, checkpointing):
         model = unwidened(base)
         model.activation_checkpointing = checkpointing
     else:
-        settings = OWN_WEIGHTS if variant == "own weights" else scale_settings(variant)
+        settings = OWN_WEIGHTS if variant == "open weights" else scale_settings(variant)
         model = widened(base, settings, noise=0.1, activation_checkpointing=checkpointing)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with kept_for_backward() as kept:
@@ -56,7 +56,7 @@ def step(base, variant, checkpointing):
         ("llama", "route"),
         ("mixtral", "adapt"),
         ("mixtral", "fft"),
-        ("llama", "own weights"),
+        ("llama", "open weights"),
     ],
 )
 def test_loss_and_gradients_are_identical_and_less_is_held(base, name, variant):
@@ -81,7 +81,7 @@ def kept_step(base, variant, checkpointing, kept):
         model = unwidened(base)
         model.activation_checkpointing = checkpointing
     else:
-        settings = OWN_WEIGHTS if variant == "own weights" else scale_settings(variant)
+        settings = OWN_WEIGHTS if variant == "open weights" else scale_settings(variant)
         model = widened(base, settings, noise=0.1, activation_checkpointing=checkpointing)
     model.kept_results = kept
     shapes = gate_and_up_shapes(model.layers[0])
@@ -110,7 +110,7 @@ def kept_step(base, variant, checkpointing, kept):
         ("gemma3", "fft"),
         ("llama", "route"),
         ("mixtral", "adapt"),
-        ("llama", "own weights"),
+        ("llama", "open weights"),
     ],
 )
 def test_what_is_kept_is_not_computed_again_and_changes_no_bit(base, name, variant):
@@ -125,7 +125,7 @@ def test_what_is_kept_is_not_computed_again_and_changes_no_bit(base, name, varia
         assert (ran["attention"] == once["attention"]) == (kept != "nothing")
         assert (ran["products"] == once["products"]) == (kept == "products")
     assert held_bytes == sorted(set(held_bytes)), "each keeps more"
-    if variant != "own weights":
+    if variant != "open weights":
         assert held_bytes[-1] < most
 
 

@@ -48,7 +48,7 @@ SETTINGS = {
     "adapt": scale_settings("adapt", l_fp=1),
     "route": scale_settings("route", l_fp=1),
     "replicated": scale_settings("adapt", l_fp=1, **ONE_KV_HEAD),
-    "own weights": scale_settings("adapt", l_fp=1, **OWN),
+    "open weights": scale_settings("adapt", l_fp=1, **OWN),
 }
 ALL_REDUCE = "allreduce"
 GATHER = "allgather_base"
@@ -156,7 +156,7 @@ def test_own_weights_send_their_input_rows_and_the_gradients_of_what_is_replicat
 
     Backward the gradient of the output's own rows, and of A or B of each map of two layers.
     """
-    forward, backward = messages.whole["own weights"]
+    forward, backward = messages.whole["open weights"]
     assert forward == [BOTH, BASE, *messages.whole["adapt"][0][1:]]
     # Llama's FFN has a gate, GPT-NeoX's has none.
     maps = 6 if messages.parallel_residual else 7
@@ -177,7 +177,7 @@ def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, meth
     """
     split = messages.split[method]
     # What is gathered more than scattered, in elements.
-    more_gathered = {"route": (BOTH, -UP), "own weights": (-BASE, 0)}.get(method, (0, 0))
+    more_gathered = {"route": (BOTH, -UP), "open weights": (-BASE, 0)}.get(method, (0, 0))
     for direction in (FORWARD, BACKWARD):
         # Streams of all tokens: not the sums of the loss and the router, nor replicated gradients.
         of_regions = []

@@ -34,11 +34,11 @@ BASES = ["llama", "llama tied", "neox", "gemma2", "qwen3"]
 
 
 def own_model(base, variant, own, *, noise=0.1):
-    """A widened model with own weights, of every other token's rows."""
+    """A widened model with open weights, of every other token's rows."""
     changes = VARIANTS[variant] | OWN[own]
     settings: ScaleMethod | Lora
     if variant.startswith("lora"):
-        # LoRA's own weights of low rank are its adapters.
+        # LoRA's open weights of low rank are its adapters.
         changes.pop("low_rank", None)
         settings = Lora(name="lora", rank=2, **changes)
     else:
@@ -57,7 +57,7 @@ def test_the_base_stays_and_open_tokens_change(base, name, variant, own):
     preserved = model.logits(tokens, path="preserved")
     if variant == "preserve":
         x_up_alone = (with_own - preserved).abs().max()
-        assert x_up_alone > 0.01, "own weights have no effect"
+        assert x_up_alone > 0.01, "open weights have no effect"
     assert torch.equal(
         model.hidden_states(tokens, path="preserved").x, model.hidden_states(tokens, path="base").x
     )

@@ -38,7 +38,7 @@ METHODS = {
     "preserve": {**SCALE, "variant": "preserve"},
     "adapt": {**SCALE, "variant": "adapt", "l_fp": 2},
     "route": {**SCALE, "variant": "route", "l_fp": 3},
-    "adapt with own weights": {
+    "adapt with open weights": {
         **SCALE,
         "variant": "adapt",
         "l_fp": 2,
@@ -62,7 +62,7 @@ def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: 
         "parallel__tp_size": layout.tp_size,
         "schedule__global_batch_size": batch,
     }
-    if method == "adapt with own weights":
+    if method == "adapt with open weights":
         settings["gate"] = {}  # without one they are refused
     config = load_config(write_config(folder, folder, **(settings | changes)))
     config.deepspeed.write_text(json.dumps(ZERO[zero]))

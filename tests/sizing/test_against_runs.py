@@ -40,8 +40,8 @@ CASES = [
     ("zero3 fp32", "route", Layout(4, 2), {}),
     ("zero1", "adapt", Layout(4, 2), {"schedule__optimizer": "muon"}),
     ("zero3 tight", "fft", Layout(2), {"schedule__optimizer": "muon"}),
-    ("zero1", "adapt with own weights", Layout(2, 2), {"gate": {}}),
-    ("zero2", "adapt with own weights", Layout(2), {"gate": {}}),
+    ("zero1", "adapt with open weights", Layout(2, 2), {"gate": {}}),
+    ("zero2", "adapt with open weights", Layout(2), {"gate": {}}),
 ]
 CLOSE = 0.05
 CLOSE_GATHERS = 0.15  # ZeRO-3's gathers: a formula instead of DeepSpeed's prefetcher

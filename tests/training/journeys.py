@@ -107,7 +107,7 @@ class Journey(NamedTuple):
         if self.own_weights:
             method |= OWN_WEIGHTS
             if self.method == "lora":
-                # Its own weights of low rank are its adapters.
+                # Its open weights of low rank are its adapters.
                 del method["low_rank"]
             if self.method == "preserve":
                 method["open_first_layer"] = 2
@@ -146,7 +146,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
 }
 QUICK = [
     # method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel      optimizer
-    #                                         replay loss           checkpointing   norm      own weights
+    #                                         replay loss           checkpointing   norm      open weights
     Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base",      "adamw"),
     Journey("adapt",     3, DP2_TP2, True,  "nll", "bf16", True,  "none", True,  "separate",  "muon"),
     Journey("adapt",     3, DP2_TP2, False, "kl",  "bf16", True,  "all",  True,  "separate",  "muon", True),

@@ -277,7 +277,7 @@ def _with_own_input(
 
 
 def _check_own(current: ForwardPass, layer: LayerRun, added: AddedLayer) -> None:
-    """Checks that every map and norm with own weights has run, with them, in a layer.
+    """Checks that every map and norm with open weights has run, with them, in a layer.
 
     Raises:
         BaseModelError: the base's code went another way than when its structure was found.

@@ -47,11 +47,11 @@ MODELS = {
     },
     "new pieces": {"gate_layer": 4, "l_fp": 4, "base_vocab_size": 500},
     "open ids": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH, "gate_open_ids": True},
-    "own weights": {"gate_layer": 1, "l_fp": 4, "own_first_layer": 2} | OWN,
-    "own weights, adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH}
+    "open weights": {"gate_layer": 1, "l_fp": 4, "own_first_layer": 2} | OWN,
+    "open weights, adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH}
     | {"own_first_layer": 2, "gate_features": "token+running_mean"}
     | OWN,
-    "own weights, adapt from 0": {"gate_layer": 2, "l_fp": 0, "collaborative_modules": BOTH}
+    "open weights, adapt from 0": {"gate_layer": 2, "l_fp": 0, "collaborative_modules": BOTH}
     | {"own_first_layer": 0}
     | OWN,
     "adapt, gate after the last layer": {"gate_layer": 4, "l_fp": 1, "collaborative_modules": BOTH},
@@ -228,7 +228,7 @@ def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
 
 
 @pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("name", ["preserve", "adapt", "own weights, adapt from 0", "lora from 0"])
+@pytest.mark.parametrize("name", ["preserve", "adapt", "open weights, adapt from 0", "lora from 0"])
 def test_a_cache_that_was_filled_without_gradients_is_continued_with_them(name, bias):
     """Also where it is of the base alone: then the text is read again with the expansion."""
     model, (tokens, mask) = gated(name, bias), prompts()
@@ -246,7 +246,7 @@ def test_a_cache_that_was_filled_without_gradients_is_continued_with_them(name, 
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("name", ["preserve", "adapt", "own weights, adapt from 0", "lora from 0"])
+@pytest.mark.parametrize("name", ["preserve", "adapt", "open weights, adapt from 0", "lora from 0"])
 def test_a_trace_decides_for_each_text_anew(name, with_gradients):
     """It is made of a text for which the gate stays shut, and read with one for which it opens."""
     model = gated(name, -1.0)

@@ -130,7 +130,7 @@ def test_a_merged_export_is_fine_tuned_by_other_tools(
 
 
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models):
-    """Every reason is in docs/combinations.md. Those of formats nobody asked for are not."""
+    """Only the reason of the format that is asked for."""
     with pytest.raises(ConversionError) as refused:
         choose_export(models("llama tied", "fft"), "scale", torch.float32)
     _, _, said = str(refused.value).partition(": cannot be exported with --format scale: ")

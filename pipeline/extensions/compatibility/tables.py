@@ -17,7 +17,6 @@ from pipeline.extensions.compatibility.features import (
 )
 from pipeline.extensions.compatibility.legend import table_head, table_row
 
-WORKS = "·"
 ROWS_OF_BASES: Sequence[tuple[str, ...]] = (
     *((name,) for name in METHODS),
     ("lora", "target modules"),
@@ -65,90 +64,96 @@ TRAINED: Sequence[tuple[str, ...]] = (
 
 ANY = "…"
 _NAMES = "|".join(sorted({FEATURES[name].settings["method"]["name"] for name in METHODS}))
-_VARYING = (
+_SHOWN = (
+    (r"^[\w.]+: (unknown key)$", "the method has no such setting"),
+    (r";[^;]*$", ""),  # the remedy, which `--why` shows
+    (r": llama, mistral, .*$", ""),
+    (rf"(?<!take )\b(method(?:\.name)?) (?:{_NAMES})\b", rf"\1 {ANY}"),
+    (r", found (?!a hosted)[\w-]+", ""),
     (r" \(model_type \w+\)", ""),
-    (rf"(?<!take )\b(method(?:\.name)?|found) (?:{_NAMES})\b", rf"\1 {ANY}"),
+    (r" \(layers\.\d+\.[\w.]+\)", ""),
     (r"\blayers\.\d+\.", f"layers.{ANY}."),
     (r"\b(a matrix|a base) in (?:fp8|nf4)\b", rf"\1 in {ANY}"),
+    (r"before layer \d+\b", "before a layer above 0"),
 )
-"""What differs between reasons that are one for a reader: patterns, and what is shown instead."""
+"""How a page shows what a check says, so that reasons that are one for a reader are one: patterns,
+and what is shown instead."""
 
 
-class Reasons:
-    """The reasons why something is refused, numbered in the order in which they are found."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def cell(self, reason: str | None) -> str:
-        """What a table's cell says: that two things go together, or the number of the reason."""
-        if reason is None:
-            return WORKS
-        for pattern, shown in _VARYING:
-            reason = re.sub(pattern, shown, reason)
-        return str(self._numbers.setdefault(reason, len(self._numbers) + 1))
-
-    def lines(self) -> Iterator[str]:
-        """A line for each."""
-        for reason, number in self._numbers.items():
-            yield f"| {number} | {reason.replace('|', chr(92) + '|')} |"
+def shown(reason: str) -> str:
+    """A reason as a cell of a table shows it."""
+    for pattern, instead in _SHOWN:
+        reason = re.sub(pattern, instead, reason)
+    return reason.replace("|", r"\|")
 
 
 def tables() -> Iterator[str]:
-    """The lines of all tables, each as soon as it is known."""
-    reasons = Reasons()
+    """The lines of all tables, each table as soon as it is known."""
     settings = [(name,) for name in SETTINGS]
-    yield from _matrix("A method with a setting", "method", settings, METHODS, reasons)
-    yield from _refused_pairs(reasons)
-    yield from _matrix("A base", "base", ROWS_OF_BASES, BASES, reasons)
-    yield from _exports(reasons)
-    yield from ("", "## Reasons", "")
-    yield from table_head("number", ["what the check says"])
-    yield from reasons.lines()
+    yield from _refused("A method with a setting", "method", settings, METHODS)
+    yield from _refused_pairs()
+    yield from _refused("A base", "base", ROWS_OF_BASES, BASES)
+    yield from _exports()
 
 
-def _matrix(
-    title: str,
-    kind: str,
-    rows: Iterable[tuple[str, ...]],
-    columns: Iterable[str],
-    reasons: Reasons,
+def _refused(
+    title: str, kind: str, rows: Iterable[tuple[str, ...]], columns: Iterable[str]
 ) -> Iterator[str]:
-    """A table of the rows with a refusal, and a line that names the others; `kind` is what the
-    columns are."""
+    """What is refused of each row with each column, and a line that names the rows without a
+    refusal; `kind` is what the columns are."""
     yield from ("", f"## {title}", "")
     names = list(columns)
-    yield from table_head("", names)
     working: list[str] = []
+    pairs: list[tuple[str, str, str]] = []
     for row in rows:
-        cells: list[str] = []
-        for column in names:
-            cells.append(reasons.cell(refusal([*row, column])))
-        if set(cells) == {WORKS}:
-            working.append(", ".join(row))
-        else:
-            yield table_row(row, cells)
+        name = " and ".join(row)
+        reasons = {column: refusal([*row, column]) for column in names}
+        found = [(name, column, reason) for column, reason in reasons.items() if reason]
+        pairs += found
+        if not found:
+            working.append(name)
+    yield from _table_of(f"not with the {kind}", pairs)
     if working:
         yield from ("", f"Every {kind} works with {', '.join(working)}.")
 
 
-def _refused_pairs(reasons: Reasons) -> Iterator[str]:
+def _refused_pairs() -> Iterator[str]:
     yield from ("", "## Two settings", "")
     yield from ("With Adapt, all pairs of these settings go together but the following.", "")
-    yield from table_head("", ["with", "reason"])
+    pairs: list[tuple[str, str, str]] = []
     for one, other in itertools.combinations(SETTINGS, 2):
         if contradicts(one, other) is None:
             reason = refusal([one, other])
             if reason is not None:
-                yield table_row([one], [other, reasons.cell(reason)])
+                pairs.append((one, other, reason))
+    yield from _table_of("not with", pairs)
 
 
-def _exports(reasons: Reasons) -> Iterator[str]:
+def _table_of(second: str, pairs: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """A row for each reason and what it refuses: features that share both stand in one."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for one, other, reason in pairs:
+        refused.setdefault((one, shown(reason)), []).append(other)
+    rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (one, reason), others in refused.items():
+        rows.setdefault((tuple(others), reason), []).append(one)
+    yield from table_head("feature", [second, "because"])
+    for (columns, reason), ones in rows.items():
+        yield table_row(ones, [", ".join(columns), reason])
+
+
+def _exports() -> Iterator[str]:
+    """By the formats that can hold it, and by why an ordinary or packed model cannot, what is
+    trained."""
     yield from ("", "## Exports", "")
-    formats: list[str] = []
-    for row in TRAINED:
-        found = format_refusals(row)
-        if not formats:
-            formats = list(found)
-            yield from table_head("", formats)
-        yield table_row(row, [reasons.cell(found[name]) for name in formats])
+    rows: dict[tuple[str, str], list[str]] = {}
+    for trained in TRAINED:
+        found = format_refusals(trained)
+        formats = [name for name, reason in found.items() if reason is None]
+        wanted = "difference" if {"fft", "gate"} <= set(trained) else "merged"
+        reason = found[wanted]
+        cells = ", ".join(formats) or "nothing", f"{wanted}: {shown(reason)}" if reason else ""
+        rows.setdefault(cells, []).append(" + ".join(trained))
+    yield from table_head("trained", ["exports as", "refused"])
+    for cells, models in rows.items():
+        yield table_row(["; ".join(models)], cells)

@@ -8,6 +8,7 @@ docs/configuration.md has the same tables, which a test compares with this outpu
 from __future__ import annotations
 
 import argparse
+import itertools
 import types
 from collections.abc import Iterator
 from datetime import date
@@ -45,7 +46,7 @@ def _tables() -> Iterator[str]:
     yield _heading("Top level", "Settings of a run outside of its sections.")
     for name, field in fields.items():
         if not _sections(field.annotation):
-            yield _row(name, field)
+            yield f"| `{name}` | {_type_and_default(field)} | {_meaning(field, [])} |\n"
     for name, field in fields.items():
         alternatives = _sections(field.annotation)
         required = " Required." if field.is_required() else ""
@@ -79,8 +80,19 @@ def _summary(section: type[BaseModel]) -> str:
     return " ".join(paragraph.split())
 
 
-def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The rows of a section's settings, each followed by the rows of a section inside it."""
+def _rows(section: type[BaseModel]) -> Iterator[str]:
+    """The rows of a section's settings: neighbours of one meaning share a row."""
+    settings = list(_settings(section))
+    for meaning, group in itertools.groupby(settings, lambda setting: setting[2]):
+        rows = list(group)
+        keys = ", ".join(f"`{key}`" for key, _, _ in rows)
+        kinds = dict.fromkeys(kind for _, kind, _ in rows)
+        yield f"| {keys} | {'; '.join(kinds)} | {meaning} |\n"
+
+
+def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """A section's settings, each followed by those of a section inside it: key, type and default,
+    meaning."""
     for name, field in section.model_fields.items():
         origin = get_origin(field.annotation)
         if name == "name" and origin is Literal:
@@ -88,29 +100,36 @@ def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inner: list[type[BaseModel]] = []
         if origin is not dict:
             inner = _sections(field.annotation)
-        summary = _summary(inner[0]).rstrip(".") if inner else ""
-        yield _row(prefix + name, field, summary)
-        for child in inner:
-            yield from _rows(child, f"{prefix}{name}.")
+        yield prefix + name, _type_and_default(field), _meaning(field, inner)
+        if not _is_described_elsewhere(field):
+            for child in inner:
+                yield from _settings(child, f"{prefix}{name}.")
 
 
-def _row(key: str, field: FieldInfo, summary: str = "") -> str:
-    """The row of a setting; `summary` is its meaning where the setting describes none."""
-    meaning = " ".join((field.description or summary).split()).replace("|", r"\|")
-    return f"| `{key}` | {_type_and_default(field)} | {meaning} |\n"
+def _meaning(field: FieldInfo, inner: list[type[BaseModel]]) -> str:
+    """What a setting describes, or else the summary of the section inside it."""
+    summary = _summary(inner[0]).rstrip(".") if inner else ""
+    return " ".join((field.description or summary).split()).replace("|", r"\|")
+
+
+def _is_described_elsewhere(field: FieldInfo) -> bool:
+    return (field.description or "").startswith("as in ")
 
 
 def _type_and_default(field: FieldInfo) -> str:
-    """A setting's type and its default, as YAML has it."""
+    """A setting's type and its default, as YAML has it; one with neither default nor "required" may
+    be left out."""
     default = field.default
     if field.is_required():
         return f"{_type(field.annotation)}, required"
     if default is None or isinstance(default, BaseModel):
-        return f"{_type(field.annotation).removesuffix(' or nothing')}, optional"
+        return _type(field.annotation).removesuffix(" or nothing")
     if isinstance(default, bool):
-        default = str(default).lower()
-    elif isinstance(default, tuple):
+        return f"`{str(default).lower()}`"  # that it is true or false needs no word
+    if isinstance(default, tuple):
         default = list(default)
+    if default in ([], {}):
+        return _type(field.annotation)
     kind = _type(field.annotation)
     if f"`{default}`" in kind:  # one of the words that the setting may have
         return kind.replace(f"`{default}`", f"`{default}` (default)", 1)

@@ -20,13 +20,12 @@ class Fp8Settings(Section):
     """How a base in fp8 is stored and multiplied. These settings need `base_precision: fp8`."""
 
     scaling: Fp8Scaling = "tensor"
-    """elements of a matrix that share a scale: all (tensor), or those of each row"""
+    """elements that share a scale: of a matrix (tensor), or of each row"""
     gradient: GradientPrecision = "e5m2"
-    """type of the gradient in the product with a frozen matrix: in fp8 (e4m3, e5m2), or bf16 with
-    the decoded matrix; only runs in bf16 compute in fp8"""
+    """type of the gradient in products with frozen matrices; bf16 takes the decoded matrix. Only
+    runs in bf16 compute in fp8"""
     skip_small: bool = True
-    """whether matrices with one side up to 1,024 and the other up to 4,096 are multiplied in bf16,
-    faster on an H100"""
+    """multiplies matrices of at most 1,024 by 4,096 in bf16, faster on an H100"""
 
 
 class VocabularySettings(Section):
@@ -36,7 +35,7 @@ class VocabularySettings(Section):
     """
 
     folder: Path
-    """folder that scale-cpt vocabulary wrote"""
+    """what scale-cpt vocabulary wrote"""
     initial: Literal["mean", "last-weighted", "zero"] = "mean"
-    """a new token's first embedding row: the mean of the rows of the tokens that spell it, their
-    mean with weights 1, 2, 3, … (last-weighted), or zeros"""
+    """a new token's first embedding row: the mean of the rows of the tokens that spell it, that
+    mean with weights 1, 2, 3, …, or zeros"""

@@ -11,16 +11,13 @@ class CheckpointSettings(Section):
     """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
-    """steps from one checkpoint to the next; one is also saved at the end and after a signal"""
+    """steps between checkpoints; one is also saved at the end and after a signal"""
     keep_last: PositiveInt = 2
-    """newest checkpoints that are kept; more where a rollback needs one from before the last
-    `stability.spike_steps` steps"""
+    """newest checkpoints that are kept; more where a rollback needs an older one"""
     keep_every_steps: PositiveInt | None = None
-    """checkpoints of every multiple of so many steps are never deleted; default: none are kept for
-    good"""
+    """checkpoints of these multiples are never deleted; default: none"""
     asynchronous: bool = False
-    """whether a checkpoint is copied to host memory and written from there while training
-    continues"""
+    """writes a checkpoint from host memory while training continues"""
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> CheckpointSettings:

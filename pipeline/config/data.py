@@ -36,25 +36,24 @@ class Sampling(Section):
     """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
 
     tokens: PositiveInt
-    """smallest number of tokens that the base writes; the last document may exceed it"""
+    """fewest tokens that the base writes"""
     temperature: PositiveFloat = 1.0
-    """sampling temperature, without top-k or top-p; 1 samples from the base's own distribution"""
+    """sampling temperature, without top-k or top-p"""
     max_tokens: PositiveInt | None = None
-    """longest document in tokens, its prompt included; default: data.sequence_length"""
+    """longest document, with its prompt; default: data.sequence_length"""
     prompts: Texts = []
-    """files of documents that the base continues, in the formats of `input`; default: it writes
-    whole documents"""
+    """files of documents that the base continues, as for `input`; default: it writes whole
+    documents"""
     prompt_tokens: PositiveInt | None = None
-    """first tokens of each prompt that are used; default: all, for prompts that are questions"""
+    """first tokens of each prompt that are used; default: all"""
     chat_template: bool = False
-    """whether each prompt is a user's message, framed by the tokenizer's chat template"""
+    """each prompt is a user's message, framed by the chat template"""
     thinking: bool | None = None
-    """for chats: whether the base thinks before it answers (`enable_thinking` of the template);
-    default: the template's"""
+    """whether the base thinks before it answers a chat; default: the template's"""
     system_prompts: Texts = []
-    """system messages, one of which is added at random to each chat without one"""
+    """system messages, one drawn for each chat without one"""
     seed: int = 0
-    """seed of the sampled text, apart from the run's `seed`, so that runs can share the corpus"""
+    """seed of the text, apart from the run's, so that runs can share it"""
 
     @model_validator(mode="after")
     def _a_chat_has_messages(self) -> Sampling:
@@ -72,88 +71,84 @@ class Cleaning(Section):
     docs/data.md)."""
 
     language: Literal["ko", "en"]
-    """language of the crawl, which chooses the thresholds: FineWeb-2's for Korean, FineWeb's for
+    """language of the crawl, and so the thresholds: FineWeb-2's for Korean, FineWeb's for
     English"""
     skip: list[CleaningStep] = []
-    """cleaning steps that are left out"""
+    """steps that are left out (docs/data.md)"""
     min_words: PositiveInt | None = None
-    """fewest words of a document that is kept; default: 25 for Korean, 50 for English"""
+    """fewest words of a document; default: 25 for Korean, 50 for English"""
     min_script_share: Fraction | None = None
-    """smallest share of a document's letters that are Hangul (ko) or Latin (en); default: 0.5 for
-    Korean, 0.8 for English"""
+    """smallest share of letters in Hangul (ko) or Latin (en); default: 0.5 and 0.8"""
     language_model: Literal["ft176", "glotlid"] | None = None
-    """fastText identifier (lid.176 or GlotLID, which datatrove downloads) that drops documents in
-    other languages; default: none"""
+    """fastText identifier (lid.176 or GlotLID, downloaded by datatrove) that drops other languages;
+    default: none"""
     min_language_score: Fraction = 0.65
-    """lowest confidence of `language_model`, from 0 to 1, with which a document is kept"""
+    """its lowest confidence with which a document is kept, from 0 to 1"""
     benchmarks: Texts = []
-    """files or patterns of benchmarks (JSONL, JSON, CSV, TSV, Parquet, Arrow): documents that share
-    `shared_words` words in a row with them are dropped, as always with every `heldout_input`"""
+    """files (JSONL, JSON, CSV, TSV, Parquet, Arrow) from which documents may not share
+    `shared_words` words in a row, as from every `heldout_input`"""
     shared_words: PositiveInt | None = None
-    """words in a row that count as copied; default: 8 for Korean, 13 for English"""
+    """default: 8 for Korean, 13 for English"""
 
 
 class Source(Section):
     """Where a corpus comes from, for the model card of an export; nothing else reads it."""
 
     dataset: str | None = None
-    """name of the dataset on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"""
+    """its name on the hub, such as HuggingFaceFW/fineweb-2"""
     license: str | None = None
-    """license of the dataset by its identifier on the hub, such as odc-by"""
+    """its licence's identifier on the hub, such as odc-by"""
     language: str | None = None
-    """code of the dataset's language, such as ko"""
+    """code of its language, such as ko"""
 
 
 class Corpus(Section):
     """One source of documents, tokenized into `<data.folder>/<name>` and `<name>.heldout`."""
 
     input: Texts = []
-    """files, patterns, URLs of object stores, or datasets on the hub, in the formats of
-    docs/data.md"""
+    """files, patterns, URLs, or datasets on the hub (docs/data.md)"""
     clean: Cleaning | None = None
-    """how scale-cpt clean filters the documents of `input` before they are tokenized; default: no
-    filter"""
+    """how scale-cpt clean filters `input` before tokenization; default: it does not"""
     sample: Sampling | None = None
     """for role self_generated, in place of `input`: the text that the base writes"""
     heldout_input: Texts = []
-    """files of the held-out part; at least one corpus of a run has a held-out part"""
+    """files of the held-out part, which at least one corpus has"""
     heldout_fraction: Fraction = 0.0
-    """in place of heldout_input: share of the documents of `input` that is held out, by their hash,
-    such as 0.005"""
+    """in its place: share of `input` that is held out, by documents' hashes"""
     text_key: str = "text"
-    """field or column that holds the text"""
+    """field or column of the text"""
     prompt_key: str | None = None
-    """field or column with a prompt, which is read and not learned; default: no prompts"""
+    """field or column of a prompt, which is read and not learned"""
     messages_key: str | None = None
-    """field or column with a chat, a list of {role, content} or {from, value}; the loss is on the
-    assistant's messages; with role self_generated the base writes each answer; default: no chats"""
+    """field or column of a chat, a list of {role, content} or {from, value}: its answers are
+    learned, or with role self_generated written by the base"""
     document: Literal["line", "file"] = "line"
-    """what one document of a .txt file is: a line, or the whole file of up to 32 MiB"""
+    """a document of a .txt file: a line, or the file of up to 32 MiB"""
     encoding: str | None = None
-    """Python's name of the encoding of text files, such as cp949; default: UTF-8"""
+    """Python's name of the files' encoding, such as cp949; default: UTF-8"""
     quoting: Literal["standard", "none"] | None = None
-    """quotation marks in CSV and TSV: enclose cells that may span lines (standard), or are ordinary
-    characters (none); default: standard for CSV, none for TSV"""
+    """quotation marks in CSV and TSV enclose cells (standard), or are characters (none); default:
+    standard for CSV, none for TSV"""
     normalize: Literal["nfc"] | None = None
-    """nfc: composes texts before they are tokenized; default: texts stay as they are"""
+    """nfc composes texts before they are tokenized"""
     special_tokens: Literal["text", "control"] | None = None
-    """what the spelling of a special token, such as </s>, in a text becomes: text, or that token;
-    default: text where the tokenizer can; a chat with it is rejected"""
+    """what the spelling of a special token, such as </s>, becomes: text, or that token; default:
+    text where the tokenizer can; a chat with it is rejected"""
     max_unknown_fraction: Fraction = 0.01
-    """largest share of unknown tokens; tokenization stops beyond it"""
+    """largest share of unknown tokens, beyond which tokenization stops"""
     allow_damaged: bool = False
-    """whether a damaged file is read up to its damage; if not, it ends the job"""
+    """reads a damaged file up to its damage, in place of ending the job"""
     role: Role = "new"
-    """new (text to learn), replay (the base's own domain), or self_generated (text that the base
-    writes)"""
+    """text to learn (new), of the base's own domain (replay), or written by the base
+    (self_generated)"""
     source: Source = Source()
-    """origin of the corpus, named on the export's model card"""
+    """origin of the corpus, for the model card"""
     weight: PositiveFloat = 1.0
-    """weight of the corpus among all corpora of its role when samples are drawn"""
+    """weight among the corpora of its role when samples are drawn"""
     epochs: PositiveFloat | None = None
-    """passes over the corpus after which no more is drawn from it; default: no limit"""
+    """passes, after which no more is drawn; default: no limit"""
     token_budget: PositiveInt | None = None
-    """tokens after which no more is drawn from it; default: no limit"""
+    """tokens, after which no more is drawn; default: no limit"""
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Corpus:
@@ -210,26 +205,24 @@ class Data(Section):
     """The corpora, the proportions in which samples are drawn from them, and their packing."""
 
     folder: Path
-    """folder of the tokenized corpora"""
+    """for the tokenized corpora"""
     sequence_length: PositiveInt
     """tokens per sample, at most the base's context"""
     corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
-    """corpora of the run, each under its name"""
+    """the corpora, by name"""
     replay_fraction: Fraction = 0.0
-    """share of the samples drawn from the corpora of role replay"""
+    """share of the samples from corpora of role replay"""
     replay_loss: Literal["nll", "kl"] = "nll"
-    """loss on samples of role replay: the next token's negative log likelihood (nll), or KL(base ||
-    model) as on self-generated text"""
+    """loss on role replay: next-token likelihood, or KL(base || model) as on self-generated text"""
     self_generated_fraction: Fraction = 0.0625
-    """share of the samples drawn from the corpora of role self_generated, if there are any"""
+    """share of the samples from corpora of role self_generated, if there are any"""
     kl_coefficient: PositiveFloat = 1.0
-    """coefficient of KL(base || model) in the loss, on all samples that have this loss"""
+    """factor on KL(base || model) in the loss"""
     temperature: Annotated[float, Field(ge=1)] | None = None
-    """the weight of a corpus within its role is multiplied by tokens^(1 / temperature): 1 draws in
-    proportion to size, 3.3 (mT5) more evenly; default: only `weight` counts"""
+    """multiplies a corpus's weight by tokens^(1 / temperature): 1 draws in proportion to size, 3.3
+    (mT5) more evenly; default: only `weight` counts"""
     chat_date: date = CHAT_DATE
-    """date that chat templates get as today's (`strftime_now`), so that tokens do not depend on the
-    day"""
+    """today's date for chat templates (`strftime_now`), so that tokens do not depend on the day"""
     chat_start: ChatStart = "template"
     """what a chat begins with: what its template writes, as servers send it, or the tokenizer's
     start token"""

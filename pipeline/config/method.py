@@ -34,23 +34,23 @@ class ExpansionWidths(Section):
     intermediate_size: PositiveInt
     """channels added to the FFN"""
     num_attention_heads: PositiveInt
-    """query heads added, a multiple of the query heads per key/value head"""
+    """query heads added, a multiple of those per key/value head"""
 
 
 class Initialisers(Section):
     """How W21 and W22 start (the paper's Fig. 5); W12 always starts at zero."""
 
     base_to_expansion: Initialiser = "svd"
-    """initial values of W21, the blocks from the base's channels to the added ones"""
+    """W21, the blocks from the base's channels to the added ones"""
     expansion_to_expansion: Initialiser = "zero"
-    """initial values of W22, the blocks among the added channels"""
+    """W22, the blocks among the added channels"""
 
 
 class OpenRows(Section):
     """Open rows: of embedding and output, for tokens that a gate opens."""
 
     min_count: PositiveInt = 20
-    """occurrences in the corpora of role new that give a token rows of its own; rarer tokens share
+    """occurrences in the corpora of role new that give a token its own row; rarer tokens share
     one"""
 
 
@@ -88,29 +88,29 @@ class ScaleMethod(MethodSettings):
 
     name: Literal["scale"]
     variant: Literal["preserve", "adapt", "route"] = "adapt"
-    """preserve keeps the base stream exactly; adapt trains W12 in the upper layers, which changes
-    it; route chooses between the two for each token"""
+    """preserve keeps the base stream exactly; adapt trains W12 in the upper layers; route chooses
+    for each token (docs/method.md)"""
     expansion: ExpansionWidths
     l_fp: NonNegativeInt | None = None
-    """number of lower layers without W12, which adapt and route need; not for preserve"""
+    """lower layers without W12; adapt and route need it"""
     collaborative_modules: CollaborativeModules = "attention"
-    """modules in which W12 trains, in the layers from l_fp on"""
+    """where W12 trains, from layer l_fp on"""
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
-    """τ of route: a token whose two paths have logits of a cosine above it takes their mean, else
-    the adapted path"""
+    """τ of route: above this cosine of its two paths' logits a token takes their mean, else the
+    adapted path"""
     norm: Literal["separate", "base"] = "separate"
-    """stream whose mean square normalises the expansion stream: its own (separate), or the base's,
-    which a merged export needs"""
+    """stream whose mean square normalises the expansion stream: its own, or the base's, which a
+    merged export needs"""
     initialisers: Initialisers = Initialisers()
     open_rows: OpenRows | Literal["all"] | None = None
-    """trained differences of embedding and output rows, for tokens that the gate opens: of frequent
-    tokens, or of all"""
+    """trained differences of embedding and output rows, for open tokens (docs/open_weights.md): of
+    frequent tokens, or of all"""
     open_gains: bool = False
-    """whether gains of norms have trained differences, for tokens that the gate opens"""
+    """trained differences of the norms' gains, for open tokens"""
     low_rank: PositiveInt | None = None
-    """rank of trained differences B A of the base's linear maps, for tokens that the gate opens"""
+    """rank of trained differences B A of the base's linear maps, for open tokens"""
     open_first_layer: NonNegativeInt | None = None
-    """for preserve: first layer with open weights; with adapt it is l_fp"""
+    """for preserve: first layer with open weights; for adapt it is l_fp"""
 
     @property
     def has_open_weights(self) -> bool:
@@ -188,7 +188,7 @@ class Freeze(MethodSettings):
 
     name: Literal["freeze"]
     frozen_layers: PositiveInt
-    """number of bottom layers that do not train"""
+    """bottom layers that do not train"""
 
 
 class Lora(MethodSettings):
@@ -201,11 +201,11 @@ class Lora(MethodSettings):
 
     name: Literal["lora"]
     rank: PositiveInt
-    """rank of the adapters: the rows of A and the columns of B"""
+    """rows of A and columns of B"""
     alpha: PositiveFloat | None = None
-    """numerator of the factor alpha / rank on B A X; default: the rank, which makes the factor 1"""
+    """numerator of the factor alpha / rank; default: the rank"""
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
-    """linear maps with an adapter, in every layer; default: all"""
+    """maps with an adapter, in every layer; default: all"""
     open_rows: OpenRows | Literal["all"] | None = None
     """as in method scale"""
     open_gains: bool = False
@@ -241,7 +241,7 @@ class LlamaPro(MethodSettings):
 
     name: Literal["llama_pro"]
     added_layers: PositiveInt
-    """number of copied blocks, a divisor of the base's number of layers"""
+    """copied blocks, a divisor of the base's number of layers"""
 
 
 CORE_METHODS: tuple[type[MethodSettings], ...] = (

@@ -13,19 +13,19 @@ class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
     peak_tflops: PositiveFloat | None = None
-    """dense peak of one device in the run's precision, of which MFU is a share; default: NVIDIA's
-    16-bit figure for known GPUs, else no MFU"""
+    """dense peak of one device, of which MFU is a share; default: NVIDIA's 16-bit figure for known
+    GPUs, else no MFU"""
     log_every_s: PositiveFloat = 10.0
-    """smallest number of seconds between two progress lines in a log"""
+    """fewest seconds between progress lines"""
 
 
 class Profile(Section):
     """Steps that torch.profiler traces into `<folder>/profile`; other steps are unaffected."""
 
     steps: tuple[PositiveInt, PositiveInt] | None = None
-    """first and last traced step, counted from 1; default: no step is traced"""
+    """first and last traced step, counted from 1; default: none"""
     ranks: list[NonNegativeInt] = [0]
-    """ranks that write a trace, a file for each"""
+    """ranks that write a trace"""
 
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
@@ -40,21 +40,20 @@ class WandbTracker(Section):
     """Weights & Biases. Needs `pip install 'scale-cpt[wandb]'`."""
 
     project: str
-    """name of the project in Weights & Biases"""
+    """its name in Weights & Biases"""
     entity: str | None = None
-    """user or team that owns the project; default: the logged-in user"""
+    """owner of the project; default: the logged-in user"""
     mode: Literal["online", "offline"] = "online"
-    """online sends figures at once; offline writes them to `<folder>/wandb` for a later `wandb
-    sync`"""
+    """offline writes to `<folder>/wandb`, for a later `wandb sync`"""
 
 
 class MlflowTracker(Section):
     """MLflow. Needs `pip install 'scale-cpt[mlflow]'`."""
 
     tracking_uri: str
-    """MLflow server or database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
+    """server or database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
     experiment: str = "scale-cpt"
-    """name of the experiment in MLflow, created if it does not exist"""
+    """its name in MLflow, created if it does not exist"""
 
 
 class TrackerSettings(Section):

@@ -9,15 +9,13 @@ class Parallel(Section):
     """The layout of the ranks; the data-parallel size is the world size divided by tp_size."""
 
     tp_size: PositiveInt = 1
-    """tensor-parallel size: ranks that share each layer, best within a node"""
+    """ranks that share each layer, best within a node"""
     sequence_parallel: bool = False
-    """whether tensor-parallel ranks divide sequences outside the split linear maps, which saves
-    memory of activations"""
+    """tensor-parallel ranks divide sequences outside the split maps: less memory of activations"""
     expert_size: PositiveInt = 1
-    """data-parallel ranks that share the frozen experts of a mixture: each holds some whole and
-    computes them for all (docs/sizing.md)"""
+    """data-parallel ranks that share a mixture's frozen experts (docs/sizing.md)"""
     padded_experts: bool = False
-    """whether buffers between these ranks have the largest possible size: the host never waits, but
+    """gives buffers between these ranks the largest possible size: the host never waits, but
     experts take up to expert_size times the memory"""
 
     @property

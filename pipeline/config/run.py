@@ -38,28 +38,26 @@ class RunConfig(Section):
     """All settings of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """name of the run, of letters, digits, dots, dashes and underscores"""
+    """letters, digits, dots, dashes and underscores"""
     folder: Path
-    """run folder, which holds everything that the run writes"""
+    """run folder, for everything that the run writes"""
     seed: NonNegativeInt = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
-    """pretrained model: a Hugging Face folder with safetensors, a GGUF file, or a model on the hub,
-    `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
+    """Hugging Face folder with safetensors, GGUF file, or model on the hub (`org/name@revision`)"""
     base_code: BaseCode | None = None
-    """whose code computes the base: native is this package's, transformers knows every model_type
-    but supports fewer settings (docs/architectures.md); default: native for the families of this
-    package"""
+    """whose code computes the base: this package's (native), or that of transformers for any
+    model_type, with fewer settings (docs/architectures.md); default: native where there is a
+    family"""
     base_precision: BasePrecision = "bf16"
-    """how frozen linear maps are stored: in the type of the DeepSpeed file (bf16), in 8 bits (fp8)
-    or in 4 (nf4; docs/method.md)"""
+    """how frozen linear maps are stored: as the DeepSpeed file says (bf16), in 8 bits, or in 4
+    (docs/sizing.md)"""
     fp8: Fp8Settings = Fp8Settings()
-    """how a base in fp8 is stored and multiplied (docs/method.md)"""
+    """how a base in fp8 is stored and multiplied (docs/sizing.md)"""
     vocabulary: VocabularySettings | None = None
     """extended tokenizer in place of the base's; default: the base's own"""
     init_expansion: Path | None = None
-    """folder of an expansion that another run exported, to start from; default: a new one, in
-    <folder>/initial_expansion"""
+    """exported expansion to start from; default: a new one"""
     method: Method
     """which parameters train, and how they start"""
     data: Data
@@ -92,22 +90,20 @@ class RunConfig(Section):
     observers: TrackerSettings = TrackerSettings()
     """experiment trackers"""
     deepspeed: Path
-    """DeepSpeed configuration, a file of ds_configs/, for ZeRO and precision only"""
+    """file of ds_configs/, for ZeRO and precision only"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
-    """layers whose activations are recomputed in the backward pass: none, those from l_fp on
+    """layers whose activations are recomputed in the backward pass: none, from l_fp on
     (collaborative), or all"""
     recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
-    """what recomputed layers keep: nothing, the results of attention kernels, or also the products
-    of gate and up maps (docs/sizing.md)"""
+    """what recomputed layers keep: results of attention kernels, or also the products of gate and
+    up maps (docs/sizing.md)"""
     deterministic: bool = False
-    """whether GPUs use deterministic kernels, where there are any: equal bits each time, but slower
-    (docs/checkpoints.md)"""
+    """deterministic kernels on GPUs, where there are any; slower (docs/checkpoints.md)"""
     compile: bool = False
-    """whether each layer is compiled with torch.compile (not with ZeRO-3); a step takes 9 to 14 %
-    less time on an H100"""
+    """torch.compile of each layer, not with ZeRO-3: 9 to 14 % less time a step on an H100"""
     flash_attention: Literal["auto", "torch", "fa4"] = "auto"
-    """kernels of attention on GPUs: torch's own, FlashAttention 4 (fa4, which needs
-    pip install 'scale-cpt[flash]'), or that where it is installed and fits (auto; docs/gpu.md)"""
+    """attention on GPUs: torch's kernels, FlashAttention 4 (fa4, with pip install
+    'scale-cpt[flash]'), or that where it is installed and fits (auto; docs/gpu.md)"""
 
     @model_validator(mode="after")
     def _stages_fit(self) -> RunConfig:

@@ -60,39 +60,39 @@ class Schedule(Section):
     """Steps, batch and learning rate. Batch sizes are numbers of sequences."""
 
     steps: PositiveInt
-    """number of optimizer steps"""
+    """optimizer steps"""
     global_batch_size: PositiveInt
     """sequences per optimizer step, over all ranks"""
     micro_batch_size: PositiveInt
-    """sequences that a rank processes at a time; global_batch_size must be a multiple of its
-    product with the data-parallel size"""
+    """sequences at a time on a rank; global_batch_size is a multiple of its product with the
+    data-parallel size"""
     learning_rate: PositiveFloat
-    """peak learning rate, reached after the warm-up"""
+    """peak, reached after the warm-up"""
     optimizer: Annotated[str, AfterValidator(_offered)] = "adamw"
-    """adamw, muon (the matrices within layers; AdamW for all others), or one of an extension; all
-    with learning_rate (docs/methods.md)"""
+    """adamw, muon (for the matrices within layers), or one of an extension (docs/methods.md)"""
     decay: DecayShape = "linear"
-    """shape of the learning rate's decay after the warm-up"""
+    """shape of the decay after the warm-up"""
     warmup_fraction: Fraction = 0.06
-    """share of the steps over which the learning rate rises to its peak"""
+    """share of the steps over which the rate rises"""
     decay_fraction: Fraction = 0.1
-    """for decay wsd: share of the steps, at the end, over which the learning rate falls"""
+    """for wsd: share of the steps, at the end, over which the rate falls"""
     final_learning_rate_fraction: Fraction = 0.0
-    """learning rate at the end of the run, as a share of the peak"""
+    """rate at the end, as a share of the peak"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """weight decay of matrices; biases and the gains of norms do not decay"""
+    """of matrices; biases and gains do not decay"""
     learning_rate_factors: Annotated[
         dict[str, PositiveFloat], AfterValidator(with_todays_names)
     ] = {}
-    """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or pattern of parameter
-    names; the last that matches counts (docs/methods.md)"""
+    """factors by kind of block (`expansion_to_base: 0.5`) or pattern of parameter names; the last
+    that matches counts (docs/methods.md)"""
     weight_decay_factors: Annotated[
         dict[str, Annotated[float, Field(ge=0)]], AfterValidator(with_todays_names)
     ] = {}
-    """factors of weight_decay, by kind of block or by pattern of parameter names"""
+    """factors by kind of block (`expansion_to_base: 0.5`) or pattern of parameter names; the last
+    that matches counts (docs/methods.md)"""
     # 0.95 as in GPT-3 and Llama: with 0.999 the second moment of a spike lasts for a thousand
     # steps.
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's decay rates of the two moments"""
+    """AdamW's decay rates of its two moments"""
     gradient_clipping: PositiveFloat = 1.0
-    """largest global norm of the gradients; larger ones are scaled down to it"""
+    """largest global norm of the gradients"""

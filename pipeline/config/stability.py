@@ -13,23 +13,22 @@ class Stability(Section):
     """The handling of bad steps, and when a run is ended as diverged (docs/stability.md)."""
 
     max_skipped_steps: NonNegativeInt = 20
-    """skipped steps in the whole run, those of NaN or infinity and of rollbacks together, beyond
-    which it ends as diverged"""
+    """steps skipped for NaN, infinity or rollbacks, beyond which the run ends as diverged"""
     # In nats above the median, not as a multiple: near a loss of 0.01 noise alone doubles it
     # (docs/adr/0011-one-job-a-run-folder.md).
     loss_increase: PositiveFloat | None = 1.0
     """nats a token above its running median at which a loss is a spike; null: never"""
     gradient_norm_factor: Annotated[float, Field(gt=1)] | None = 10.0
-    """times its running median at which a gradient norm above gradient_clipping is a spike; null:
-    never"""
+    """multiple of its running median at which a gradient norm above gradient_clipping is a spike;
+    null: never"""
     window: Annotated[int, Field(ge=2)] = 128
-    """steps of a running median; before so many no step is a spike"""
+    """steps of a running median, before which no step is a spike"""
     # Three in a row, because training recovers from a single bad batch.
     spike_steps: PositiveInt = 3
-    """spikes in a row after which the run rolls back to the last checkpoint before them, and skips
+    """spikes in a row after which the run rolls back to the checkpoint before them, and skips
     them"""
     max_rollbacks: NonNegativeInt = 3
-    """rollbacks in the whole run; the next spikes end it as diverged"""
+    """rollbacks, after which the next spikes end the run as diverged"""
 
     @property
     def rollback_steps(self) -> int:
@@ -49,12 +48,11 @@ class Forgetting(Section):
     """
 
     max_increase: PositiveFloat | None = None
-    """largest increase of held-out perplexity since step 0: 0.05 is 5 %; default: no limit"""
+    """largest increase of held-out perplexity since step 0: 0.05 is 5 %"""
     max_kl_from_base: PositiveFloat | None = None
-    """largest KL(base || model) in nats a token, on the first held-out batch of validation.probe or
-    role replay; default: no limit"""
+    """largest KL(base || model) in nats a token, on the batch of validation.probe"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
-    """beyond either limit: a warning in the log, saving and ending the run (stop), or a lower
-    learning rate for the rest of the run"""
+    """beyond either limit: a warning, saving and ending the run, or a lower learning rate from then
+    on"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """factor on the learning rate, each time that the action lower_learning_rate is taken"""
+    """factor on the learning rate at each lower_learning_rate"""

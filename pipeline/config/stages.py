@@ -38,37 +38,36 @@ class Stage(Section):
     `data`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """name of the stage, of letters, digits, dots, dashes and underscores"""
+    """letters, digits, dots, dashes and underscores"""
     steps: PositiveInt
-    """number of optimizer steps; the steps of all stages add up to schedule.steps"""
+    """optimizer steps; those of all stages add up to schedule.steps"""
     trains: Annotated[Texts, AfterValidator(with_todays_kinds), AfterValidator(list)] = []
-    """which of the method's parameters train, by kind of block (`new_tokens`) or by pattern of
-    parameter names (`output.new_rows`); default: all of them"""
+    """parameters that train, by kind of block (`new_tokens`) or pattern of names
+    (`output.new_rows`); default: all of the method's"""
     learning_rate: PositiveFloat | None = None
-    """in place of schedule.learning_rate"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     decay: DecayShape | None = None
-    """in place of schedule.decay"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     warmup_fraction: Fraction | None = None
-    """in place of schedule.warmup_fraction: share of the stage's steps"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     decay_fraction: Fraction | None = None
-    """in place of schedule.decay_fraction: share of the stage's steps"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     final_learning_rate_fraction: Fraction | None = None
-    """in place of schedule.final_learning_rate_fraction: share of the stage's peak"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     global_batch_size: PositiveInt | None = None
-    """in place of schedule.global_batch_size"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     micro_batch_size: PositiveInt | None = None
-    """in place of schedule.micro_batch_size"""
+    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
     sequence_length: PositiveInt | None = None
     """in place of data.sequence_length, which validations always have"""
     weights: dict[CorpusName, Annotated[float, Field(ge=0)]] = {}
-    """in place of data.corpora.<name>.weight, by name; a corpus of weight 0 is not read"""
+    """in place of data.corpora.<name>.weight; a corpus of weight 0 is not read"""
     replay_fraction: Fraction | None = None
-    """in place of data.replay_fraction"""
+    """in place of the setting of `data`"""
     self_generated_fraction: Fraction | None = None
-    """in place of data.self_generated_fraction"""
+    """in place of the setting of `data`"""
     passage_steps: NonNegativeInt = 0
-    """first steps over which the proportions of the corpora change linearly from the stage
-    before"""
+    """first steps, over which the proportions of the corpora change linearly from those before"""
 
 
 def schedule_of(stage: Stage, schedule: Schedule) -> Schedule:

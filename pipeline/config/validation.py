@@ -14,32 +14,31 @@ class ValidationSettings(Section):
     """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
-    """steps from one validation to the next; there is also one at the start and at the end"""
+    """steps between validations; there is also one at the start and the end"""
     max_sequences: PositiveInt = 64
-    """largest number of sequences that are scored of each held-out part"""
+    """sequences that are scored of each held-out part"""
     probe: CorpusName | None = None
     """corpus on whose first held-out batch the drift from the base is measured; default: the first
     of role replay"""
     prompts: list[str] = []
-    """texts that the model continues greedily at each validation, for TensorBoard and the
-    trackers"""
+    """texts that are continued greedily at each validation, for TensorBoard and trackers"""
     prompt_tokens: PositiveInt = 64
-    """number of tokens by which each prompt is continued"""
+    """tokens of each continuation"""
     tasks: list[str] = []
-    """tasks of lm-eval on which the model is scored during training (docs/evaluation.md)"""
+    """tasks of lm-eval that are scored during training (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
-    """validations from one with tasks to the next; the first and the last always have them"""
+    """validations from one with tasks to the next; the first and last have them"""
     tasks_limit: PositiveInt | None = None
-    """how many questions of each task are asked, the first ones; default: all"""
+    """first questions of each task that are asked; default: all"""
     few_shot: NonNegativeInt | None = None
-    """solved examples before each question of a task; default: the task's own number"""
+    """solved examples before each question; default: the task's own number"""
     tasks_folder: Path | None = None
-    """folder of further tasks in lm-eval's format, whose Python code is run; default: none"""
+    """further tasks in lm-eval's format, whose Python code is run"""
     stop_after: PositiveInt | None = None
     """validations in a row without a lower nll_per_token of new text after which the run cools down
-    and ends (docs/stability.md); default: it ends with its schedule"""
+    and ends (docs/stability.md); default: never"""
     cool_down_steps: NonNegativeInt = 0
-    """steps over which the rate falls to its final value in a run that `stop_after` ends"""
+    """steps over which the rate then falls to its final value"""
 
     @model_validator(mode="after")
     def _settings_belong_together(self) -> ValidationSettings:

@@ -28,7 +28,7 @@ def locate_docs(text: str) -> str:
 
     In the project's folder `docs/gate.md` stays. Elsewhere it becomes its whole path in the
     checkout, or, without a checkout, "docs/gate.md in the source of scale-cpt". In place of
-    docs/configuration.md stands the command that prints the same tables.
+    docs/configuration.md stands the command that prints the same settings.
     """
     if Path("docs/configuration.md").exists():
         return text

@@ -2,7 +2,7 @@
 
     scale-cpt describe-config
 
-docs/configuration.md has the same tables, which a test compares with this output.
+docs/configuration.md has the same lists, which a test compares with this output.
 """
 
 from __future__ import annotations
@@ -37,41 +37,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print(locate_docs("".join(_tables())), end="")
+    print(locate_docs("".join(_lists())), end="")
 
 
-def _tables() -> Iterator[str]:
-    """A table of the settings outside of sections, then one for each section."""
+def _lists() -> Iterator[str]:
+    """A list of the settings outside of sections, then one for each section."""
     fields = RunConfig.model_fields
     yield _heading("Top level", "Settings of a run outside of its sections.")
     for name, field in fields.items():
         if not _sections(field.annotation):
-            yield f"| `{name}` | {_type_and_default(field)} | {_meaning(field, [])} |\n"
+            yield _item([name], [_type_and_default(field)], _meaning(field, []))
     for name, field in fields.items():
         alternatives = _sections(field.annotation)
         required = " Required." if field.is_required() else ""
         if len(alternatives) == 1:
-            yield from _table(name, alternatives[0], required)
+            yield from _section(name, alternatives[0], required)
         elif alternatives:
             yield _heading(f"`{name}`", f"One of these, by its `name`.{required}")
-            for section in alternatives:
+            for position, section in enumerate(alternatives):
                 (kind,) = get_args(section.model_fields["name"].annotation)
-                yield f"| `name: {kind}` | | **{_summary(section)}** |\n"
-                yield from _rows(section)
+                before = "\n" if position else ""
+                yield f"{before}**`name: {kind}`** {_summary(section)}\n"
+                items = list(_items(section))
+                yield from ["\n", *items] if items else items
 
 
-def _table(path: str, section: type[BaseModel], required: str = "") -> Iterator[str]:
+def _section(path: str, section: type[BaseModel], required: str = "") -> Iterator[str]:
     yield _heading(f"`{path}`", _summary(section) + required)
-    yield from _rows(section)
+    yield from _items(section)
     for name, field in section.model_fields.items():
         sections = _sections(field.annotation)
-        # The values of other mappings are numbers, which the row of the setting describes.
+        # The values of other mappings are numbers, which the item of the setting describes.
         if get_origin(field.annotation) is dict and sections:
-            yield from _table(f"{path}.{name}.<name>", sections[0])
+            yield from _section(f"{path}.{name}.<name>", sections[0])
 
 
 def _heading(title: str, summary: str) -> str:
-    return f"\n## {title}\n\n{summary}\n\n| key | type, default | meaning |\n|---|---|---|\n"
+    return f"\n## {title}\n\n{summary}\n\n"
 
 
 def _summary(section: type[BaseModel]) -> str:
@@ -80,14 +82,17 @@ def _summary(section: type[BaseModel]) -> str:
     return " ".join(paragraph.split())
 
 
-def _rows(section: type[BaseModel]) -> Iterator[str]:
-    """The rows of a section's settings: neighbours of one meaning share a row."""
-    settings = list(_settings(section))
-    for meaning, group in itertools.groupby(settings, lambda setting: setting[2]):
-        rows = list(group)
-        keys = ", ".join(f"`{key}`" for key, _, _ in rows)
-        kinds = dict.fromkeys(kind for _, kind, _ in rows)
-        yield f"| {keys} | {'; '.join(kinds)} | {meaning} |\n"
+def _items(section: type[BaseModel]) -> Iterator[str]:
+    """The items of a section's settings: neighbours of one meaning share an item."""
+    for meaning, group in itertools.groupby(_settings(section), lambda setting: setting[2]):
+        settings = list(group)
+        keys = [key for key, _, _ in settings]
+        yield _item(keys, [kind for _, kind, _ in settings], meaning)
+
+
+def _item(keys: list[str], kinds: list[str], meaning: str) -> str:
+    names = ", ".join(f"`{key}`" for key in keys)
+    return f"- {names} ({'; '.join(dict.fromkeys(kinds))}): {meaning}\n"
 
 
 def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -109,7 +114,7 @@ def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 def _meaning(field: FieldInfo, inner: list[type[BaseModel]]) -> str:
     """What a setting describes, or else the summary of the section inside it."""
     summary = _summary(inner[0]).rstrip(".") if inner else ""
-    return " ".join((field.description or summary).split()).replace("|", r"\|")
+    return " ".join((field.description or summary).split())
 
 
 def _is_described_elsewhere(field: FieldInfo) -> bool:
@@ -117,23 +122,24 @@ def _is_described_elsewhere(field: FieldInfo) -> bool:
 
 
 def _type_and_default(field: FieldInfo) -> str:
-    """A setting's type and its default, as YAML has it; one with neither default nor "required" may
-    be left out."""
+    """A setting's type and its default, as YAML has it. A number or a text that is a default shows
+    its type; of words that may be chosen the default is bold. What has neither a default nor
+    "required" may be left out."""
     default = field.default
+    kind = _type(field.annotation)
     if field.is_required():
-        return f"{_type(field.annotation)}, required"
+        return f"{kind}, required"
     if default is None or isinstance(default, BaseModel):
-        return _type(field.annotation).removesuffix(" or nothing")
+        return kind.removesuffix(" or nothing")
+    if default in ([], {}):
+        return kind
     if isinstance(default, bool):
-        return f"`{str(default).lower()}`"  # that it is true or false needs no word
+        return f"`{str(default).lower()}`"
     if isinstance(default, tuple):
         default = list(default)
-    if default in ([], {}):
-        return _type(field.annotation)
-    kind = _type(field.annotation)
-    if f"`{default}`" in kind:  # one of the words that the setting may have
-        return kind.replace(f"`{default}`", f"`{default}` (default)", 1)
-    return f"{kind}, `{default}`"
+    if f"`{default}`" in kind:
+        return kind.replace(f"`{default}`", f"**`{default}`**", 1)
+    return f"`{default}`"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

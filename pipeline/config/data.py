@@ -132,7 +132,7 @@ class Corpus(Section):
     normalize: Literal["nfc"] | None = None
     """nfc composes texts before they are tokenized"""
     special_tokens: Literal["text", "control"] | None = None
-    """what the spelling of a special token, such as </s>, becomes: text, or that token; default:
+    """what the spelling of a special token, such as `</s>`, becomes: text, or that token; default:
     text where the tokenizer can; a chat with it is rejected"""
     max_unknown_fraction: Fraction = 0.01
     """largest share of unknown tokens, beyond which tokenization stops"""

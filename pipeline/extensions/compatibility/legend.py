@@ -14,7 +14,6 @@ def legend() -> Iterator[str]:
     """What each feature is in a run's configuration."""
     yield "## Features"
     yield ""
-    yield from table_head("features", ["settings"])
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, feature in _CHOSEN.items():
         if feature.settings:
@@ -25,7 +24,7 @@ def legend() -> Iterator[str]:
         else:
             settings = _CHOSEN[names[0]].settings
             cells = [_setting(path, value) for path, value in settings.items()]
-        yield table_row(names, [", ".join(cells)])
+        yield f"- {', '.join(names)}: {', '.join(cells)}"
 
 
 def table_head(first: str, columns: Sequence[str]) -> Iterator[str]:

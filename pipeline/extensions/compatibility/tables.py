@@ -39,12 +39,10 @@ TRAINED: Sequence[tuple[str, ...]] = (
     ("fft", "gate", "mixture"),
     ("fft", "gate", "widened"),
     ("lora", "gate"),
-    ("adapt", "norm: base", "open rows"),
     ("adapt", "norm: base", "open rows", WITHOUT_GATE),
     ("adapt", "norm: base", "open gains", WITHOUT_GATE),
     ("adapt", "norm: base", "open gains", WITHOUT_GATE, "Qwen3"),
     ("adapt", "norm: base", "low rank", WITHOUT_GATE),
-    ("lora", "open rows"),
     ("lora", "open rows", WITHOUT_GATE),
     ("lora", "open rows", "from layer 1 on", WITHOUT_GATE),
     ("lora", "open gains", WITHOUT_GATE),
@@ -153,7 +151,7 @@ def _exports() -> Iterator[str]:
         wanted = "difference" if {"fft", "gate"} <= set(trained) else "merged"
         reason = found[wanted]
         cells = ", ".join(formats) or "nothing", f"{wanted}: {shown(reason)}" if reason else ""
-        rows.setdefault(cells, []).append(" + ".join(trained))
+        rows.setdefault(cells, []).append(", ".join(trained))
     yield from table_head("trained", ["exports as", "refused"])
     for cells, models in rows.items():
         yield table_row(["; ".join(models)], cells)

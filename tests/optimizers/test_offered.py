@@ -1,4 +1,4 @@
-"""An optimizer that an extension offers: the Lion of docs/extensions.md trains, resumes and is
+"""An optimizer that an extension offers: the Lion of examples/extension trains, resumes and is
 estimated, and what a checkpoint could not hold is refused before the first save."""
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ ONE_MOMENT = 'moments: tuple[Moment, ...] = ("exp_avg",)'
 
 
 def documented_lion() -> str:
-    """The module of the recipe in docs/extensions.md."""
-    page = (PROJECT / "docs" / "extensions.md").read_text(encoding="utf-8")
-    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
-    (source,) = [block for block in blocks if "class Lion(Optimizer)" in block]
-    return source
+    """The module of the example that docs/extensions.md names."""
+    example = PROJECT / "examples" / "extension" / "scale_cpt_attention" / "lion.py"
+    return example.read_text(encoding="utf-8")
 
 
 def changed_lion(old: str, new: str) -> str:

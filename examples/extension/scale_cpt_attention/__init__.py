@@ -1,4 +1,5 @@
-"""Full fine-tuning of attention alone, and exports of what it added to the base."""
+"""Full fine-tuning of attention alone, the optimizer Lion, and exports of what was added to the
+base."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ class Attention(Extension):
                 method="scale_cpt_attention.method:AttentionOnlyMethod",
             )
         ]
+
+    def optimizers(self) -> Mapping[str, str]:
+        return {"lion": "scale_cpt_attention.lion:LION"}
 
     def export_formats(self) -> Mapping[str, OfferedFormat]:
         return {

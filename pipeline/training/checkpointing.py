@@ -34,7 +34,12 @@ from pipeline.checkpoint.rank_files import (
     write_rank_file,
 )
 from pipeline.config.checkpoints import CheckpointSettings
-from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
+from pipeline.errors import (
+    CheckpointError,
+    CheckpointStorageError,
+    DamagedCheckpointError,
+    UserError,
+)
 from pipeline.files.hashes import file_hash
 from pipeline.parallel.ranks import (
     all_gathered,
@@ -215,8 +220,6 @@ class CheckpointManager:
                 # By rename, which is atomic within a file system: a kill at any moment leaves the
                 # whole checkpoint or none.
                 folders.publish(unfinished, final)
-                self._remove_superseded()
-                _logger.info("saved %s", final)
 
         # After each part all ranks compare their faults: none may go on to write into a folder that
         # rank 0 could not make, or publish one that lacks a rank's file.
@@ -228,6 +231,13 @@ class CheckpointManager:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     _logger.error("%s was not saved (%s)", final, fault)
                 return
+        if self.rank == 0:
+            _logger.info("saved %s", final)
+            try:
+                self._remove_superseded()
+            except OSError as error:
+                # The next save tries again.
+                _logger.warning("%s: older checkpoints could not be removed: %s", final, error)
 
     def _remove_superseded(self) -> None:
         """On rank 0: removes older checkpoints, and those that a rollback made void."""
@@ -244,12 +254,16 @@ class CheckpointManager:
             folders.discard(path)
 
     def _disk_fault(self, work: Callable[[], object]) -> str | None:
-        """Runs `work` on every rank; returns the first rank's OSError, or None."""
+        """Runs `work` on every rank; returns the fault of the first rank that had one, or None.
+
+        A fault is an OSError, or a file that cannot be read.
+        """
         own_fault: str | None = None
         try:
             work()
-        except OSError as error:
-            own_fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None) or error
+            own_fault = f"rank {self.rank} on {socket.gethostname()}: {reason}"
         for fault in all_gathered(own_fault, self._group):
             if fault is not None:
                 return fault

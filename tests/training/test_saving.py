@@ -148,3 +148,26 @@ def _save_twice(folder: Path) -> tuple[object, ...]:
         with pytest.raises(ZeroDivisionError):
             checkpoints.finish()
     return (*found, named())
+
+
+def test_a_save_succeeds_where_an_older_checkpoint_cannot_be_removed(tmp_path):
+    assert run_ranks(_save_beside_one_that_stays, 1, tmp_path) == [(0, "step_00000002")]
+    assert (tmp_path / "step_00000001").exists(), "nothing was superseded"
+
+
+def _save_beside_one_that_stays(folder: Path) -> tuple[int, str]:
+    """How many saves failed, and what `latest` names."""
+    from pipeline.training import checkpointing
+
+    values = {"w/fp32": torch.arange(3.0)}
+    engine: Any = SimpleNamespace(
+        state=lambda: RankState(0, 1, {"w": 0}, values, torch.tensor(1.0), {})
+    )
+    checkpoints = checkpointing.CheckpointManager(folder, record(), LAYOUT, Settings(keep_last=1))
+    checkpoints.save(engine, Position(step=1))
+    checkpoints.finish()
+    with patch.object(checkpointing.folders, "discard", side_effect=OSError(116, "Stale handle")):
+        checkpoints.save(engine, Position(step=2), required=True)
+    latest = latest_checkpoint(folder)
+    assert latest is not None
+    return checkpoints.failed_saves, latest.name

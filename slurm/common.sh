@@ -121,12 +121,17 @@ afresh() (
 
 submit_afresh() { afresh sbatch --parsable "$@"; }
 
+all_stages="clean tokenize sample upscale train gate convert evaluate"
+
 # With SBATCH_EXPORT=NONE a job sees its arguments but not the submitter's CONFIG.
 choose_config() {
-    if [[ $# != 0 && "$1" != -* ]]; then
+    # The name of a stage is no configuration: CONFIG=run.yaml bash slurm/cpt_korean.sh convert
+    if [[ $# != 0 && "$1" != -* && " $all_stages " != *" $1 "* ]]; then
         CONFIG=$1
         shift
     fi
+    # shellcheck disable=SC2034  # cpt_korean.sh says where a run has none
+    named_config=${CONFIG:-}
     # shellcheck disable=SC2034  # the scripts read them
     arguments=() changes=()
     while (($#)); do

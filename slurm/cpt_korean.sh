@@ -61,8 +61,6 @@ source slurm/common.sh || {
 }
 load_site
 
-named_config=${CONFIG:-}
-[[ "${1:--}" == -* ]] || named_config=$1
 choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
@@ -85,7 +83,6 @@ fi
 if ((${#arguments[@]} > 0)); then
     STAGES=${arguments[*]}
 fi
-all_stages="clean tokenize sample upscale train gate convert evaluate"
 STAGES=${STAGES:-$all_stages}
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of

@@ -222,6 +222,12 @@ def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(
     assert call == f"python -m pipeline train --dry-run {planned} {DEMO}"
 
 
+def test_the_first_argument_may_be_a_stage(host: Recorded):
+    host.program("python")
+    [call] = host.run("cpt_korean.sh", "convert", CONFIG=DEMO)
+    assert call == f"python -m pipeline convert {DEMO}"
+
+
 def test_changes_of_settings_and_the_number_of_ranks_reach_every_stage(host: Recorded):
     host.program("python")
     changes = (DEMO, "--set", "name=two words", "--set=seed=7")

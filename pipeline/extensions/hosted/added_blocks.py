@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.extensions.hosted.own_calls import nested
 from pipeline.extensions.hosted.own_weights import low_rank_differences, own_gains
 from pipeline.extensions.hosted.spec import HostedSpec
 from pipeline.extensions.hosted.structure import HostedBlock, HostedLayer
+from pipeline.hf.remote_code.scale_own_calls import nested
 from pipeline.model.decoder_layer import Context
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS

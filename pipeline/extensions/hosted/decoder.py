@@ -24,11 +24,11 @@ from pipeline.extensions.hosted.document_rows import DocumentRows
 from pipeline.extensions.hosted.documents import base_inputs
 from pipeline.extensions.hosted.forward_pass import ExpansionHooks, ForwardPass
 from pipeline.extensions.hosted.output import HostedOutput
-from pipeline.extensions.hosted.own_calls import nested
 from pipeline.extensions.hosted.own_weights import own_gains
 from pipeline.extensions.hosted.spec import HostedSpec
 from pipeline.extensions.hosted.structure import HIDDEN_STATES
 from pipeline.extensions.hosted.transformers_model import build_base
+from pipeline.hf.remote_code.scale_own_calls import nested
 from pipeline.model.attention import Documents, attention_kernel
 from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.extensions.hosted.own_calls import call_with_own_gain
 from pipeline.extensions.hosted.transformers_model import linear_sizes
+from pipeline.hf.remote_code.scale_own_calls import call_with_own_gain
 from pipeline.open_weights import OpenWeights
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.parameters import full_shape_of, sharded_parameter

@@ -92,8 +92,8 @@ class RunConfig(Section):
     deepspeed: Path
     """file of ds_configs/, for ZeRO and precision only"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
-    """layers whose activations are recomputed in the backward pass: none, from l_fp on
-    (collaborative), or all"""
+    """layers whose activations are recomputed in the backward pass: none, those in which the base
+    stream may depend on trained weights (collaborative), or all"""
     recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
     """what recomputed layers keep: results of attention kernels, or also the products of gate and
     up maps (docs/sizing.md)"""

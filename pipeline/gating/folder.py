@@ -133,7 +133,8 @@ class GateRecord(BaseModel):
     """their share of the tokens of the old text that was read"""
     auc: float
     """share of the pairs of a new token and another token that the score orders correctly; as all
-    figures below, on text that was not used for fitting"""
+    figures below, on text that no weight was fitted on. The threshold was chosen on it, and
+    self-generated documents that look new are not part of it (left_out_of_own_text)"""
     closed_fraction_of_new: float
     """share of the tokens of new text on which the gate is closed"""
     open_fraction_of_negatives: float

@@ -40,7 +40,7 @@ class CausalDecoder(nn.Module, ABC):
 
     Attributes:
         spec: the base's architecture.
-        plan: how SCALE widens the base; None for other models.
+        plan: what SCALE or LoRA adds to the base; None for other models.
         tp: this rank's place in its tensor-parallel group.
         activation_checkpointing: which layers the backward pass recomputes.
         kept_results: what those layers keep all the same.

@@ -1,2 +1,2 @@
-"""SCALE as the paper defines it: which blocks exist, how they start, how they multiply, how the
-router chooses."""
+"""SCALE: which blocks exist (also those of LoRA), how they start, how they multiply, how the router
+chooses. What is not in the paper says so."""

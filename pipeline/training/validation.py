@@ -1,6 +1,7 @@
 """Held-out scores (perplexity, bits per byte, answers), and the preservation check.
 
-A score is identical to the last bit in every parallel layout.
+The losses of tokens are summed in one order, whatever the number of data-parallel ranks and the
+ZeRO stage. Tensor parallelism rounds the losses themselves otherwise: it adds partial sums.
 """
 
 from __future__ import annotations

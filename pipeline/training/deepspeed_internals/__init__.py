@@ -1,4 +1,5 @@
-"""All uses of DeepSpeed's undocumented attributes; no other package reads or sets them.
+"""All uses of DeepSpeed's undocumented attributes, but for the shape that ZeRO-3 gives a parameter,
+which `pipeline.parallel.parameters` reads.
 
 Tried with DeepSpeed 0.19.8. The tests of training and conversion check that each attribute still
 means the same.

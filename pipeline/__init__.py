@@ -1,3 +1,3 @@
 """Continual pretraining by widening a frozen decoder."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -70,7 +70,7 @@ def ours(source: Path, output: Path) -> None:
 def datatrove_alone(source: Path, output: Path) -> None:
     """What its documentation shows: filters and signatures, then copies, which are left out of what
     was filtered."""
-    rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "pipeline" / "extensions" / "cleaning" / "ko.yaml").read_text())
     words = Words()
     is_korean = partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
     # As in pipeline/extensions/cleaning/stages.py: both compare pages by the same words and hashes.

@@ -51,7 +51,7 @@ $(SMOLLM2)/gguf_origin.json: | $(CORE)
 # The studies: studies/Makefile has their commands.
 real: smollm2  ## a real chat model of 135 million parameters learns Korean, with new tokens and without: from text to answers, over an hour on two cores (QUICK=1: ten minutes)
 reproduce-korean:  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
-frontier:  ## what is learned and forgotten with self-generated text and with a gate, hours on two cores (QUICK=1: some two hours)
+frontier:  ## what is learned and forgotten with self-generated text and with a gate, hours on two cores (QUICK=1: one to two hours)
 expansions:  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
 chat:  ## a chat model learns Korean: what becomes of its chats; under two hours of a core (QUICK=1: main rows, one seed, under 20 minutes; ANSWERS=1: chats in Korean)
 reproduce-biography:  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)

@@ -11,7 +11,7 @@ once its logits are verified to be those of the model that trained.
 Format `merged` loads anywhere, with no code of ours. Format `scale` carries its code
 (trust_remote_code=True). Format `difference`, of full fine-tuning with a gate, holds the base and
 what training changed, in --bits bits. Format `expansion` holds only what SCALE added. Format `peft`
-is an adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is
+is an adapter that PEFT loads onto the base, of a run of method lora. Format `auto` is
 merged where possible, else difference or scale. A run whose configuration has a section `gate` is
 converted with its gate, into the format `scale` or `difference`, or --without-gate; `expansion` has
 no gate either way.

@@ -302,7 +302,7 @@ def check(*options: str | Path) -> str:
     command = [
         sys.executable,
         "-m",
-        "tests.extensions.cleaning",
+        "studies.cleaning",
         "--copies",
         "2",
         *map(str, options),

@@ -54,12 +54,15 @@ def _lists() -> Iterator[str]:
             yield from _section(name, alternatives[0], required)
         elif alternatives:
             yield _heading(f"`{name}`", f"One of these, by its `name`.{required}")
-            for position, section in enumerate(alternatives):
-                (kind,) = get_args(section.model_fields["name"].annotation)
-                before = "\n" if position else ""
-                yield f"{before}**`name: {kind}`** {_summary(section)}\n"
-                items = list(_items(section))
-                yield from ["\n", *items] if items else items
+            yield "\n".join(_alternatives(alternatives))
+
+
+def _alternatives(sections: list[type[BaseModel]]) -> Iterator[str]:
+    """Each of the sections of which a run has one: what it is, and its settings."""
+    for section in sections:
+        (kind,) = get_args(section.model_fields["name"].annotation)
+        items = "".join(_items(section))
+        yield f"**`name: {kind}`** {_summary(section)}\n" + (f"\n{items}" if items else "")
 
 
 def _section(path: str, section: type[BaseModel], required: str = "") -> Iterator[str]:
@@ -101,7 +104,7 @@ def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
     for name, field in section.model_fields.items():
         origin = get_origin(field.annotation)
         if name == "name" and origin is Literal:
-            continue  # `_tables` shows it.
+            continue  # `_alternatives` shows it.
         inner: list[type[BaseModel]] = []
         if origin is not dict:
             inner = _sections(field.annotation)

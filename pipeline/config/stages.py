@@ -45,27 +45,27 @@ class Stage(Section):
     """parameters that train, by kind of block (`new_tokens`) or pattern of names
     (`output.new_rows`); default: all of the method's"""
     learning_rate: PositiveFloat | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.learning_rate"""
     decay: DecayShape | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.decay"""
     warmup_fraction: Fraction | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.warmup_fraction: share of the stage's steps"""
     decay_fraction: Fraction | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.decay_fraction: share of the stage's steps"""
     final_learning_rate_fraction: Fraction | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.final_learning_rate_fraction: share of the stage's peak"""
     global_batch_size: PositiveInt | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.global_batch_size"""
     micro_batch_size: PositiveInt | None = None
-    """in place of the setting of `schedule`; fractions are of the stage's steps and peak"""
+    """in place of schedule.micro_batch_size"""
     sequence_length: PositiveInt | None = None
     """in place of data.sequence_length, which validations always have"""
     weights: dict[CorpusName, Annotated[float, Field(ge=0)]] = {}
     """in place of data.corpora.<name>.weight; a corpus of weight 0 is not read"""
     replay_fraction: Fraction | None = None
-    """in place of the setting of `data`"""
+    """in place of data.replay_fraction"""
     self_generated_fraction: Fraction | None = None
-    """in place of the setting of `data`"""
+    """in place of data.self_generated_fraction"""
     passage_steps: NonNegativeInt = 0
     """first steps, over which the proportions of the corpora change linearly from those before"""
 

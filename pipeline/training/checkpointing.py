@@ -34,12 +34,7 @@ from pipeline.checkpoint.rank_files import (
     write_rank_file,
 )
 from pipeline.config.checkpoints import CheckpointSettings
-from pipeline.errors import (
-    CheckpointError,
-    CheckpointStorageError,
-    DamagedCheckpointError,
-    UserError,
-)
+from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files.hashes import file_hash
 from pipeline.parallel.ranks import (
     all_gathered,
@@ -256,12 +251,12 @@ class CheckpointManager:
     def _disk_fault(self, work: Callable[[], object]) -> str | None:
         """Runs `work` on every rank; returns the fault of the first rank that had one, or None.
 
-        A fault is an OSError, or a file that cannot be read.
+        A fault is an OSError, or a checkpoint that cannot be read.
         """
         own_fault: str | None = None
         try:
             work()
-        except (OSError, UserError) as error:
+        except (OSError, CheckpointError) as error:
             reason = getattr(error, "strerror", None) or error
             own_fault = f"rank {self.rank} on {socket.gethostname()}: {reason}"
         for fault in all_gathered(own_fault, self._group):

@@ -33,14 +33,14 @@ MATRICES = "return is_layer_matrix(name, parameter)"
 ONE_MOMENT = 'moments: tuple[Moment, ...] = ("exp_avg",)'
 
 
-def documented_lion() -> str:
+def example_lion() -> str:
     """The module of the example that docs/extensions.md names."""
     example = PROJECT / "examples" / "extension" / "scale_cpt_attention" / "lion.py"
     return example.read_text(encoding="utf-8")
 
 
 def changed_lion(old: str, new: str) -> str:
-    source = documented_lion()
+    source = example_lion()
     assert old in source
     return source.replace(old, new)
 
@@ -126,13 +126,13 @@ class FirstSteps:
             "name: expected lion, as its extension offers it, found 'Lion'; correct that extension",
         ),
         (
-            documented_lion(),
+            example_lion(),
             "Lion",
             "an extension offers it, expected an instance of pipeline.optimizers.optimizer."
             "Optimizer, found the class lion.Lion; correct that extension",
         ),
         (
-            documented_lion(),
+            example_lion(),
             "BETA",
             "an extension offers it, expected an instance of pipeline.optimizers.optimizer."
             "Optimizer, found an object of type builtins.float; correct that extension",
@@ -156,7 +156,7 @@ def test_what_cannot_be_an_optimizer_ends_in_one_line(offered, source, value, me
 
 @pytest.mark.parametrize("updates", ["matrices", "all"])
 def test_estimates_count_the_moments_that_it_stores(offered, tmp_path, updates):
-    offered(documented_lion() if updates == "matrices" else changed_lion(MATRICES, "return True"))
+    offered(example_lion() if updates == "matrices" else changed_lion(MATRICES, "return True"))
     base = open_base(STORIES)
     found = {}
     for name in ("adamw", "muon", "lion"):
@@ -179,10 +179,10 @@ def test_estimates_count_the_moments_that_it_stores(offered, tmp_path, updates):
 
 
 @pytest.mark.parametrize(("zero", "updates"), [(3, "matrices"), (1, "all")])
-def test_the_documented_lion_trains_and_resumes_with_the_same_bits(
+def test_the_example_lion_trains_and_resumes_with_the_same_bits(
     offered, tokens, tmp_path, zero, updates
 ):
-    source = documented_lion() if updates == "matrices" else changed_lion(MATRICES, "return True")
+    source = example_lion() if updates == "matrices" else changed_lion(MATRICES, "return True")
     offered(source)
     packages = tmp_path / "packages"
     configs = []
@@ -240,7 +240,7 @@ def test_a_step_that_stores_something_else_is_refused_at_once(
 
 
 def test_what_it_leaves_is_adamws(offered):
-    offered(documented_lion())
+    offered(example_lion())
     weights = {
         "layers.0.ffn.up.base.weight": torch.nn.Parameter(torch.ones(4, 4)),
         "norm.base.weight": torch.nn.Parameter(torch.ones(4)),
@@ -269,8 +269,8 @@ def test_what_it_leaves_is_adamws(offered):
 
 
 @pytest.mark.full
-def test_the_documented_lion_has_the_types_of_the_project(tmp_path):
-    module = write_lion(tmp_path / "packages", documented_lion()) / "lion.py"
+def test_the_example_lion_has_the_types_of_the_project(tmp_path):
+    module = write_lion(tmp_path / "packages", example_lion()) / "lion.py"
     options = ["--config-file", "pyproject.toml", "--follow-imports", "silent"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(module)],

@@ -140,6 +140,30 @@ def test_what_is_no_yaml_ends_in_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("data.chat_date=2025-02-30", "expected a value in YAML: day is out of range for month"),
+        (
+            "watchdog.slow_after_s=.inf",
+            "watchdog.slow_after_s: expected a finite number, found inf",
+        ),
+        ("watchdog.hung_after_s=1e12", "watchdog.hung_after_s: Input should be less than or equal"),
+        ("seed=99999999999999999999", "seed: Input should be less than"),
+    ],
+)
+def test_numbers_and_dates_that_nothing_can_count_with_are_faults(tmp_path, change, fault):
+    with pytest.raises(ConfigError) as error:
+        load_config(write_config(tmp_path, tmp_path), [change])
+    assert fault in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_in_the_home_is_not_one_named_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load_config(write_config(tmp_path, tmp_path), ["folder=~/runs/mine"])
+    assert config.folder == tmp_path / "home" / "runs" / "mine"
+
+
 def extending(path: Path, parent: str, **values: object) -> Path:
     path.write_text(yaml.safe_dump({"extends": parent, **values}))
     return path

@@ -39,13 +39,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if nothing was saved yet.
+    """The checkpoint that `latest` names, or where it names none the newest; None if nothing was
+    saved yet.
 
     Raises:
-        CheckpointError: it is missing or not complete.
+        CheckpointError: the named one is missing or not complete.
     """
     named = named_checkpoint(folder)
-    if named is None or (named / MANIFEST_FILE).exists():
+    if named is None:
+        # A run that resumes takes the newest too (`candidates`).
+        complete = [path for path in all_checkpoints(folder) if (path / MANIFEST_FILE).exists()]
+        return complete[-1] if complete else None
+    if (named / MANIFEST_FILE).exists():
         return named
     others = [path.name for path in all_checkpoints(folder) if path != named]
     raise CheckpointError(
@@ -55,17 +60,19 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
-    """The checkpoint that a run's `checkpoints/latest` names.
+    """The newest checkpoint of a run: see `latest_checkpoint`.
 
     Raises:
-        CheckpointError: the run has saved none, or `latest` names none.
+        CheckpointError: the run has saved none, or `latest` names one that is missing.
     """
-    checkpoint = latest_checkpoint(config.checkpoint_folder)
+    return newest_in(config.checkpoint_folder)
+
+
+def newest_in(folder: Path) -> Path:
+    """The newest checkpoint in the folder of a run's checkpoints; raises as `newest_checkpoint`."""
+    checkpoint = latest_checkpoint(folder)
     if checkpoint is None:
-        latest = config.checkpoint_folder / LATEST
-        raise CheckpointError(
-            f"{latest}: no such file; the run has no checkpoint yet: train it first"
-        )
+        raise CheckpointError(f"{folder}: holds no checkpoint yet: train the run first")
     return checkpoint
 
 

@@ -61,6 +61,8 @@ class Position(ManifestSection):
             lower it.
         initial_nll_per_token: the score of each held-out corpus before the first step, from which
             forgetting is measured.
+        scored_sequences: of how many sequences of each corpus that score is
+            (validation.max_sequences); None before the first step, and of an earlier version.
         recent: the last steps that changed the weights, oldest first.
         lowest_nll_per_token: the lowest score of the new text so far; None before the first one.
         validations_without_gain: how many validations in a row were not below it.
@@ -75,6 +77,7 @@ class Position(ManifestSection):
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
     initial_nll_per_token: dict[str, Annotated[float, BeforeValidator(_null_as_nan)]] = {}
+    scored_sequences: int | None = None
     recent: tuple[StepRecord, ...] = ()
     lowest_nll_per_token: float | None = None
     validations_without_gain: int = 0

@@ -21,6 +21,7 @@ from pipeline.checkpoint.manifest import (
     describe_run,
     load_manifest,
 )
+from pipeline.checkpoint.position import Position
 from pipeline.checks.lost_checkpoints import check_no_checkpoint_is_lost
 from pipeline.checks.model_fit import check_fits, read_parameter_groups
 from pipeline.config.run import RunConfig
@@ -37,7 +38,7 @@ from pipeline.data.dataset.samples import (
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import DamagedCheckpointError, UserError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, UserError
 from pipeline.methods.build_model import build_model
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow
@@ -54,6 +55,7 @@ from pipeline.model.flash_attention import (
 from pipeline.model.spec import DecoderSpec
 from pipeline.optimizers.optimizer import check_optimizer
 from pipeline.parallel.topology import SINGLE, Layout
+from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.run_folder.status import is_trained
 
 _logger = log.get_logger(__name__)
@@ -234,8 +236,8 @@ class RunInputs:
 
         Raises:
             CheckpointError: The newest checkpoint is of another base, base_precision or method; or
-                of other data, unless the run is finished. Also where the run's records say that it
-                had checkpoints, and there is none.
+                of other data, unless the run is finished; or the run cannot go on from its step.
+                Also where the run's records say that it had checkpoints, and there is none.
         """
         config = self.config
         for checkpoint in candidates(config.checkpoint_folder):
@@ -249,6 +251,8 @@ class RunInputs:
             self._check_continues(checkpoint, manifest, finished=finished)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, step)
+            else:
+                _check_position(manifest.position, checkpoint, config)
             return finished
         check_no_checkpoint_is_lost(config)
         return False
@@ -285,3 +289,26 @@ class RunInputs:
         if self.finished:
             return True
         return self.method.expansion is None or not self.method.expansion.is_trained
+
+
+def _check_position(position: Position, checkpoint: Path, config: RunConfig) -> None:
+    """Checks that a run can go on from where a checkpoint stands.
+
+    Raises:
+        CheckpointError: schedule.steps ends the run before it; or validations would score other
+            text than the one from which the run's forgetting is measured.
+    """
+    if position.step > config.schedule.steps:
+        raise CheckpointError(
+            f"{checkpoint}: is of step {position.step}, and schedule.steps is "
+            f"{config.schedule.steps}; set schedule.steps to {position.step} or more, or write the "
+            f"name of an earlier checkpoint into {checkpoint.parent / LATEST}"
+        )
+    scored = position.scored_sequences
+    if position.initial_nll_per_token and scored not in (None, config.validation.max_sequences):
+        raise CheckpointError(
+            f"{checkpoint}: the run scored {scored} sequences of each held-out part before its "
+            f"first step, and validation.max_sequences is {config.validation.max_sequences}; set "
+            "it back, as the scores of other text say nothing of what is forgotten (to validate "
+            "less often: validation.every_steps)"
+        )

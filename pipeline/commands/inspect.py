@@ -32,13 +32,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     _logger.info("inspecting %s: loading the libraries", arguments.checkpoint)
     # Here, because --help does not wait for torch.
-    from pipeline.checkpoint.folder import latest_checkpoint
+    from pipeline.checkpoint.folder import newest_in
     from pipeline.checkpoint.trained_model import describe_checkpoint
 
     folder = arguments.checkpoint
     if (folder / CHECKPOINTS).is_dir():
-        # A run's folder without any checkpoint is refused below, as a folder that is none.
-        folder = latest_checkpoint(folder / CHECKPOINTS) or folder
+        folder = newest_in(folder / CHECKPOINTS)
     facts = describe_checkpoint(folder, arguments.base)
     if arguments.json:
         print(json.dumps(facts, indent=2))

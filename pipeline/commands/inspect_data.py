@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.command_line import folder_or_hub, non_negative
-from pipeline.data.corpus.manifest import MANIFEST, Manifest, load_manifest
+from pipeline.data.corpus.manifest import CORPUS, MANIFEST, Manifest, load_manifest
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES, TokenCorpus
 from pipeline.data.dataset.blend import Permutation
 from pipeline.data.tokenize.corpus_folder import check_finished
@@ -21,6 +21,7 @@ from pipeline.data.tokenize.unit_records import QUARANTINE, STATE
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError, printable
 from pipeline.evaluation.table import table
+from pipeline.files.folders import other_kind
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,9 @@ def _corpora_in(folder: Path) -> list[Path]:
     """The folders of corpora in a folder; none if it is a corpus itself, even an unfinished one."""
     if (folder / MANIFEST).exists() or (folder / STATE).exists():
         return []
-    found = {path.parent for path in folder.glob(f"*/{MANIFEST}")}
+    # In a run's folder other folders have a manifest too.
+    made = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
+    found = {path for path in made if other_kind(CORPUS, path) is None}
     found |= {path.parent for path in folder.glob(f"*/{STATE}")}
     return sorted(found)
 

@@ -113,7 +113,7 @@ class Corpus(Section):
     """for role self_generated, in place of `input`: the text that the base writes"""
     heldout_input: Texts = []
     """files of the held-out part, which at least one corpus has"""
-    heldout_fraction: Fraction = 0.0
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """in its place: share of `input` that is held out, by documents' hashes"""
     text_key: str = "text"
     """field or column of the text"""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.config.reading import PositiveFloat, Section
+from pipeline.config.reading import Seconds, Section
 
 
 class Preflight(Section):
@@ -24,14 +24,14 @@ class Preflight(Section):
 class WatchdogSettings(Section):
     """When a run counts as lost or hung: it then ends, so that a launcher can restart it."""
 
-    beat_every_s: PositiveFloat = 5.0
+    beat_every_s: Seconds = 5.0
     """seconds between a rank's heartbeats; longer above 500 ranks"""
-    dead_after_s: PositiveFloat = 60.0
+    dead_after_s: Seconds = 60.0
     """seconds without a heartbeat until a rank counts as lost; a process that ends is noticed at
     once"""
     # Of a phase, not a step: a step may include a validation or a save, which take minutes.
-    hung_after_s: PositiveFloat = 600.0
+    hung_after_s: Seconds = 600.0
     """seconds without any rank leaving its phase (data, forward, backward, step) until the run
     counts as hung"""
-    slow_after_s: PositiveFloat = 1800.0
+    slow_after_s: Seconds = 1800.0
     """the same for the start, a validation and a save"""

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from pipeline.errors import ConfigError, did_you_mean
 from pipeline.files.reading import read_text
@@ -15,6 +23,8 @@ from pipeline.files.reading import read_text
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+"""At most three years: timers of torch and Python count to some more."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Texts = Annotated[
@@ -91,6 +101,7 @@ _EXPECTED = {
     "int_type": "an integer",
     "float_parsing": "a number",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "list_type": "a list",
@@ -111,7 +122,15 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         # A name such as `2026` is a number in YAML.
         coerce_numbers_to_str=True,
+        # `.inf` for "no limit" would pass here, and fail where it is counted with.
+        allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _in_home(cls, value: Any) -> Any:
+        """A path that begins with `~` as the shell reads it, not as a folder of that name."""
+        return value.expanduser() if isinstance(value, Path) else value
 
 
 S = TypeVar("S", bound=Section)
@@ -159,7 +178,8 @@ def parse_yaml(text: str, fault: str) -> Any:
     """
     try:
         return yaml.load(text, _UniqueKeys)  # a SafeLoader: it builds plain values only
-    except (yaml.YAMLError, RecursionError) as error:
+    # ValueError: a date that does not exist, or a number of thousands of digits.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{fault}: {' '.join(str(error).split())}") from None
 
 

@@ -20,7 +20,7 @@ from pipeline.config.health import Preflight, WatchdogSettings
 from pipeline.config.method import FullFineTuning, Lora, Method, ScaleMethod
 from pipeline.config.observers import Metrics, Profile, TrackerSettings
 from pipeline.config.parallel import Parallel
-from pipeline.config.reading import NonNegativeInt, Section, checked
+from pipeline.config.reading import Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
 from pipeline.config.stability import Forgetting, Stability
@@ -41,7 +41,7 @@ class RunConfig(Section):
     """letters, digits, dots, dashes and underscores"""
     folder: Path
     """run folder, for everything that the run writes"""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
     """Hugging Face folder with safetensors, GGUF file, or model on the hub (`org/name@revision`)"""

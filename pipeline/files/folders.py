@@ -70,6 +70,13 @@ def holds(kind: FolderKind | None, path: Path) -> bool:
     return found == expected
 
 
+def other_kind(kind: FolderKind, path: Path) -> str | None:
+    """What the record of the folder `path` says that it is, if that is another kind than `kind`;
+    None: it is of that kind, or says nothing."""
+    found = _format_in(path / kind.record)
+    return found if found and not holds(kind, path) else None
+
+
 def _format_in(record: Path) -> str:
     """What a JSON file says that its folder is; empty if it says nothing, or cannot be read."""
     try:

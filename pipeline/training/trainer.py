@@ -360,7 +360,10 @@ class Trainer:
             for observer in self.observers:
                 observer.on_step(event)
             initial = {name: score.nll_per_token for name, score in self.scores.items()}
-            self.position = self.position.changed(initial_nll_per_token=initial)
+            self.position = self.position.changed(
+                initial_nll_per_token=initial,
+                scored_sequences=self.config.validation.max_sequences,
+            )
 
     def _report(self, event: StepEvent) -> None:
         """Tells the observers that a step is finished."""

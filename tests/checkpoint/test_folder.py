@@ -77,6 +77,20 @@ def test_conversion_takes_only_the_named_checkpoint(folder):
         folders.latest_checkpoint(folder)
 
 
+@pytest.mark.parametrize("content", [None, "", "\0\0\0\0"])
+def test_without_a_name_conversion_takes_the_newest_as_resuming_does(folder, content):
+    (folder / "latest").unlink()
+    if content is not None:
+        (folder / "latest").write_text(content)
+    (folder / "step_100000000" / "manifest.json").unlink()  # a copy that is under way
+    assert folders.latest_checkpoint(folder) == folder / "step_00000200"
+    for name in ("step_00000100", "step_00000200"):
+        (folder / name / "manifest.json").unlink()
+    assert folders.latest_checkpoint(folder) is None
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint yet: train the run first"):
+        folders.newest_in(folder)
+
+
 def test_setting_aside_loses_nothing(folder):
     assert folders.quarantine(folder / "step_00000200").name == "step_00000200.damaged"
     (folder / "step_00000200").mkdir()

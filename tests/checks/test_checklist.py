@@ -140,7 +140,7 @@ def test_a_refused_setting_is_told_before_the_finished_stages_are_walked(begun):
         ),
         (
             {"data__corpora__korean__input": [str(STORIES_HELDOUT)]},
-            "korean: was begun with another inputs",
+            "korean: was begun with other files: expected",
         ),
         ({"data__corpora__korean__input": ["none.jsonl"]}, "none.jsonl: no such file"),
         (

@@ -17,7 +17,7 @@ from tests.conversion.checkpoints import scale
 from tests.evaluation.finished_run import TRAINING, finished_run, run_config
 from tests.extensions.gate.test_open_old_text import heldout, record_of
 from tests.texts import STORIES_HELDOUT
-from tests.training.runs import write_config
+from tests.training.runs import tokenize_corpora, write_config
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,17 @@ def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75
     with pytest.raises(DataError, match="none has held-out text"):
         heldout_corpora(run_config(tmp_path, other={"input": [file]}))
+
+
+def test_a_held_out_fraction_that_was_changed_since_is_refused(tmp_path):
+    """With a larger one, documents that were trained on would count as held out."""
+    corpus = {"input": [str(STORIES_HELDOUT)], "heldout_fraction": 0.1}
+    tokenize_corpora(run_config(tmp_path, english=corpus))
+    found = heldout_corpora(run_config(tmp_path, english=corpus))
+    assert 5 < len(list(found["english"])) < 50
+    changed = heldout_corpora(run_config(tmp_path, english={**corpus, "heldout_fraction": 0.5}))
+    with pytest.raises(DataError, match=r"heldout_fraction: expected 0.1, .* found 0.5; set it"):
+        list(changed["english"])
 
 
 def test_a_gated_run_shows_what_opens_and_what_keeps_every_logit(run, tmp_path, caplog):

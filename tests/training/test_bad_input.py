@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from pipeline.errors import FINISHED
 from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train, write_config
@@ -103,3 +106,26 @@ def test_settings_that_do_not_fit(tokens, tmp_path, world_size):
         assert rank == exits
     assert not list(tmp_path.glob("*/checkpoints"))
     assert not list(tmp_path.glob("*/training.lock"))
+
+
+def test_a_run_goes_on_from_its_step_and_scores_the_text_that_it_scored_first(tokens, tmp_path):
+    """Less would count as trained to its end; forgetting would be measured on other text."""
+    config = make_run(tmp_path, tokens)
+    jobs = [
+        partial(train, config, changes=["schedule.steps=2"]),
+        partial(_train_again, config, changes=["schedule.steps=1"]),
+        partial(_train_again, config, changes=["validation.max_sequences=3"]),
+        partial(_train_again, config),
+    ]
+    (finished, shorter, others, again), *_ = run_ranks(in_turn, 1, jobs)
+    assert finished == again == FINISHED
+    assert shorter.startswith("CheckpointError: ")
+    assert "is of step 2, and schedule.steps is 1; set schedule.steps to 2 or more" in shorter
+    assert others.startswith("CheckpointError: ")
+    assert "scored 5 sequences" in others and "validation.max_sequences is 3" in others
+
+
+def _train_again(config: Path, changes: Sequence[str] = ()) -> int:
+    """Trains a run as if it had not been finished."""
+    (config.parent / "training.json").unlink(missing_ok=True)
+    return train(config, changes=changes)

@@ -16,7 +16,7 @@ from pipeline.data.sources.records import (
     SpecialTokens,
 )
 from pipeline.errors import DataError
-from pipeline.files.folders import FolderKind
+from pipeline.files.folders import FolderKind, other_kind
 from pipeline.files.json_files import read_record, write_record
 from pipeline.files.reading import is_plain_name
 
@@ -173,7 +173,7 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the corpus in `folder`.
 
     Raises:
-        DataError: where it is missing or damaged.
+        DataError: where it is missing or damaged, or the folder is of another kind.
     """
     path = folder / MANIFEST
     try:
@@ -183,6 +183,14 @@ def load_manifest(folder: Path) -> Manifest:
         if folder.is_dir():
             state = f"is unfinished: start {MAKERS} again"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None
+    except DataError:
+        found = other_kind(CORPUS, folder)
+        if found is None:
+            raise
+        # Not the advice to remove it.
+        raise DataError(
+            f"{folder}: expected {CORPUS.name}, found {found}; name another folder"
+        ) from None
 
 
 def advice_for(folder: Path) -> str:

@@ -61,7 +61,11 @@ class TokenCorpus:
             )
         self.tokens = self.manifest.tokens
         if self.tokens == 0:
-            raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
+            fault = "give it documents or leave it out"
+            if self.manifest.part == "heldout" and self.manifest.heldout_fraction:
+                share = self.manifest.heldout_fraction
+                fault = f"heldout_fraction {share} chose no document; set more, or heldout_input"
+            raise DataError(f"{folder}: holds no tokens; {fault}")
         # The position in the corpus at which each shard ends.
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._checked: set[int] = set()

@@ -257,15 +257,26 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
 def _heldout_documents(config: RunConfig, name: str, corpus: Corpus) -> Iterator[Document]:
     keys = keys_of(corpus, config.tokenizer, config.data.chat_date, config.data.chat_start)
     fraction = corpus.heldout_fraction
-    by = _held_out_by(heldout_folder(config.data, name))
+    by = _held_out_by(heldout_folder(config.data, name), name, corpus)
     for document in good_documents(corpus.input, keys):
         # Of files that are held out every document counts, of a shared input only the chosen ones.
         if corpus.heldout_input or is_heldout(document.held_out_by, fraction, by):
             yield document
 
 
-def _held_out_by(folder: Path) -> HeldoutBy:
-    """How the documents of a held-out part were chosen; of one that is not made yet, by words."""
-    if (folder / MANIFEST).exists():
-        return load_manifest(folder).heldout_by
-    return "words"
+def _held_out_by(folder: Path, name: str, corpus: Corpus) -> HeldoutBy:
+    """How the documents of a held-out part were chosen; of one that is not made yet, by words.
+
+    Raises:
+        DataError: it was made with another heldout_fraction.
+    """
+    if not (folder / MANIFEST).exists():
+        return "words"
+    made = load_manifest(folder)
+    if not corpus.heldout_input and made.heldout_fraction != corpus.heldout_fraction:
+        # With a larger one, documents that were trained on would count as held out.
+        raise DataError(
+            f"data.corpora.{name}.heldout_fraction: expected {made.heldout_fraction}, with which "
+            f"{folder} was made, found {corpus.heldout_fraction}; set it back"
+        )
+    return made.heldout_by

@@ -224,10 +224,20 @@ def _check_same(output: Path, plan: CorpusPlan, found: CorpusPlan | Manifest) ->
         if plan.heldout_fraction > 0 or heldout_of(output).exists():
             folders = f"this folder and {heldout_of(output).name}"
         raise DataError(
-            f"{output}: was begun with another {name.replace('_', ' ')}: "
-            f"expected {expected!r:.120}, found {terms[name]!r:.120}; set it back, or "
+            f"{output}: was begun with {_other(name, terms[name], expected)}; set it back, or "
             f"remove {folders} to make the corpus again, or choose another --output"
         )
+
+
+def _other(name: str, before: Any, now: Any) -> str:
+    """What is now another than before, with both values."""
+    if name == "inputs" and len(before) == len(now):
+        pairs = [(old, new) for old, new in zip(before, now, strict=True) if old != new]
+        old, new = pairs[0]
+        more = f" and {len(pairs) - 1} other files" if len(pairs) > 1 else ""
+        return f"other files: expected {new[0]} of {new[1]} bytes, found {old[0]} of {old[1]}{more}"
+    what = name.replace("_", " ")
+    return f"another {what}: expected {now!r:.120}, found {before!r:.120}"
 
 
 def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:

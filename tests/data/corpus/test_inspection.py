@@ -65,6 +65,21 @@ def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
     assert "unfinished" in scale_cpt("inspect-data", tmp_path / "begun").stderr
 
 
+def test_a_checkpoint_is_no_damaged_corpus(tmp_path: Path):
+    """Nobody is told to remove one."""
+    tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(3)))
+    checkpoint = tmp_path / "step_00000004"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text('{"format": "scale-cpt checkpoint 3"}')
+    done = scale_cpt("inspect-data", checkpoint)
+    assert done.returncode == 1
+    assert "expected a token corpus, found scale-cpt checkpoint 3" in done.stderr
+    assert "remove" not in done.stderr
+    done = scale_cpt("inspect-data", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["korean"]
+
+
 def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     done = scale_cpt(
         "tokenizer",

@@ -248,17 +248,17 @@ def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, fini
     with nullcontext() if finished else pytest.raises(DataError, match="bad"):
         tokenize(output, source, max_bad_fraction=float(finished))
     before = contents(output)
-    changes = {"text key": {"text_key": "body"}, "heldout fraction": {"heldout_fraction": 0.5}}
     for name, change in {
-        **changes,
-        "document end": {"end_of_document": "<unk>"},
-        "inputs": {},
+        "another text key": {"text_key": "body"},
+        "another heldout fraction": {"heldout_fraction": 0.5},
+        "another document end": {"end_of_document": "<unk>"},
+        "other files": {},
     }.items():
         if not change:
             write_jsonl(source, documents(30))
         with pytest.raises(
             DataError,
-            match=f"begun with another {name}: expected .*, found .*; set it back, or remov",
+            match=f"begun with {name}: expected .*, found .*; set it back, or remov",
         ):
             tokenize(output, source, **change)
     assert contents(output) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def scale_cpt(*arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def settings_of(base: Path, method: dict[str, object], **changes: object) -> dict[str, object]:
+def settings_of(base: Path, method: dict[str, object], **changes: object) -> dict[str, Any]:
     korean, english = [str(REVIEWS_HELDOUT)], [str(BOOKS)]
     return {
         "base": str(base),

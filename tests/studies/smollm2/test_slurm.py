@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zstandard
 
 from pipeline.hf.load import load_hf_model
 from tests.slurm.cluster import Cluster
@@ -24,6 +25,9 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
 ):
     folder = tmp_path / "run"
     settings = settings_of(smollm2, LORA, checkpoints={"every_steps": 1}, preflight={})
+    # What the stage `evaluate` scores, twice: all that is held out would take it ten minutes.
+    for corpus in settings["data__corpora"].values():
+        corpus["heldout_input"] = [beginning_of(corpus["input"][0], tmp_path)]
     config = write_config(folder, tmp_path / "tokens", name="real.yaml", **settings)
     options = (f"--output={tmp_path}/%j.out", "slurm/cpt_korean.sh", config)
     job = slurm_cluster.sbatch(*options, cwd=PROJECT, **ON_THE_CPU)
@@ -40,3 +44,17 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
         found, base = load_hf_model(folder / "hf"), load_hf_model(smollm2)
         assert torch.equal(found(ENGLISH).logits, base(ENGLISH).logits)
         assert not torch.equal(found(KOREAN).logits, base(KOREAN).logits)
+
+
+def beginning_of(texts: str, folder: Path) -> str:
+    """A file in `folder` with the first documents of a file of texts, some 4 KB of them."""
+    lines: list[str] = []
+    with zstandard.open(texts, "rt", encoding="utf-8") as file:
+        for line in file:
+            document = json.loads(line)
+            lines.append(json.dumps({**document, "text": document["text"][:1000]}))
+            if len(lines) == 4:
+                break
+    path = folder / f"{Path(texts).name.split('.')[0]}.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)

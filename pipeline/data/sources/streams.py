@@ -133,8 +133,27 @@ class DecodedStream(Stream):
         # Incremental, because a piece may end within a character.
         decoder = codecs.getincrementaldecoder(self._encoding)("lone_surrogate")
         for piece in self._decompressed():
-            yield decoder.decode(piece).encode(errors="surrogatepass")
+            try:
+                text = decoder.decode(piece)
+            except UnicodeError as error:
+                # Bytes that an encoding does not have are handled: this is about the whole file.
+                fault = self._fault_of_encoding(self._encoding, error)
+                raise fault from None
+            yield text.encode(errors="surrogatepass")
         yield decoder.decode(b"", final=True).encode(errors="surrogatepass")
+
+    def _fault_of_encoding(self, encoding: str, error: UnicodeError) -> DataError:
+        """The error about a file that lacks what its encoding begins with: a byte-order mark."""
+        likely = likely_encoding(self.path)
+        if likely is None:
+            name = codecs.lookup(encoding).name
+            advice = (
+                f"set the encoding that names the byte order, {name}-le or {name}-be (--encoding), "
+                "or leave the setting out if the file is UTF-8"
+            )
+        else:
+            advice = f"it is likely {likely}: set `encoding: {likely}` for the corpus (--encoding)"
+        return DataError(f"{self.path}: cannot be read as {encoding} ({error}); {advice}")
 
     def _decompressed(self) -> Iterator[bytes]:
         """What each piece of the file decompresses to; members or frames in a row are one text."""
@@ -182,19 +201,39 @@ def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
     """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
 
     Raises:
-        DataError: for an unknown encoding, and where the file is not compressed as its name says.
+        DataError: for an encoding that is unknown or not of text, and where the file is not
+            compressed as its name says.
     """
-    try:
-        is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"
-    except LookupError:
-        raise DataError(
-            f"{path}: unknown encoding {encoding!r}; name one of Python's, such as cp949"
-        ) from None
+    is_plain = encoding is None or _is_utf8(path, encoding)
     plain = Stream(path)
     _check_compression(path, plain.read_at(0, _MAGIC_BYTES))
     if is_plain and path.suffix.lower() not in _DECOMPRESSORS:
         return plain
     return DecodedStream(path, None if is_plain else encoding)
+
+
+def _is_utf8(path: InputPath, encoding: str) -> bool:
+    """Whether an encoding, which is to read `path`, is UTF-8.
+
+    Raises:
+        DataError: Python has no such encoding, or one that text cannot be read in.
+    """
+    advice = "name one of Python's for text, such as cp949"
+    try:
+        name = codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        # A ValueError is about the name itself, such as a NUL in it.
+        raise DataError(f"{path}: unknown encoding {encoding!r}; {advice}") from None
+    try:
+        # Codecs between bytes, such as base64, and those without error handlers, such as punycode,
+        # say so only when they are used.
+        "".encode(encoding)
+        codecs.getincrementaldecoder(encoding)("lone_surrogate").decode(b"", final=True)
+    except (LookupError, ValueError):
+        raise DataError(
+            f"{path}: expected an encoding of text files, found {encoding!r}; {advice}"
+        ) from None
+    return name == "utf-8"
 
 
 def _check_compression(path: InputPath, beginning: bytes) -> None:

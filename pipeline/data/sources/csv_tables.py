@@ -19,13 +19,10 @@ from pipeline.data.sources.records import (
     record_of,
     repeated_column,
 )
+from pipeline.data.sources.stray_quotes import MANY_LINES, RowsBefore
 from pipeline.data.sources.streams import Stream, encoding_advice
 from pipeline.errors import DataError
 
-# A quoted field of so many lines, of which so large a share has a row's delimiters, is likely due
-# to a stray quotation mark.
-_MANY_LINES = 10
-_LOOKING_LIKE_ROWS = 0.8
 DEFAULT_QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}
 # What Python's csv says at the end of a file within a quoted field.
 _UNCLOSED = "unexpected end of data"
@@ -49,13 +46,14 @@ def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     names = _column_names(stream, next(rows, _CsvRow([], 1)).cells, keys)
     places = [names.index(key) for key in keys.all]
 
+    before = RowsBefore(delimiter)
     number = -1
     for row in rows:
         if not row.cells:
             # An empty line is no row, and has no number.
             continue
         number += 1
-        fault = _fault_of(row, len(names), delimiter)
+        fault = _fault_of(row, len(names), before)
         if fault == _UNCLOSED and row.lines > 1 and not stream.fault:
             raise DataError(
                 f"{stream.path}: row {number + 1}: a quotation mark is not closed, and {row.lines} "
@@ -66,6 +64,7 @@ def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
             # Each line counts as a record: so a stray mark that takes many can stop the job.
             yield from row.lines * [Rejected(number, "malformed_csv", str(fault).encode())]
             continue
+        before.add(row.cells)
         found = [row.cells[place].encode(errors="surrogateescape") for place in places]
         yield record_of(number, *found)
     if stream.fault:
@@ -101,14 +100,15 @@ def _column_names(stream: Stream, names: list[str] | csv.Error, keys: Keys) -> l
     return names
 
 
-def _fault_of(row: _CsvRow, columns: int, delimiter: str) -> str | None:
+def _fault_of(row: _CsvRow, columns: int, before: RowsBefore) -> str | None:
     """What is wrong with a row of a table of so many columns; None for nothing."""
     if isinstance(row.cells, csv.Error):
         return str(row.cells)
     if len(row.cells) != columns:
         return f"{len(row.cells)} columns, not {columns}"
-    if row.lines >= _MANY_LINES and _holds_rows(row.cells, delimiter):
-        return f"a quoted field of {row.lines} lines that look like rows: a stray quotation mark?"
+    found = before.lines_taken(row.cells) if row.lines >= MANY_LINES else 0
+    if found:
+        return f"a quoted field of {found} lines that look like rows: a stray quotation mark?"
     return None
 
 
@@ -124,15 +124,6 @@ def _delimiter(first: str, keys: Keys, kind: str) -> str:
         if {*keys.all} <= {*names.split(delimiter)}:
             return delimiter
     return ","
-
-
-def _holds_rows(cells: list[str], delimiter: str) -> bool:
-    """Whether most lines within a cell of a row have as many delimiters as a row."""
-    longest = max(cells, key=lambda cell: cell.count("\n"))
-    inner = longest.split("\n")[1:-1]
-    expected = len(cells) - 1
-    alike = sum(line.count(delimiter) >= expected > 0 for line in inner)
-    return alike >= _LOOKING_LIKE_ROWS * len(inner)
 
 
 class _CsvRow(NamedTuple):

@@ -111,6 +111,76 @@ def test_a_quoted_text_of_many_lines_is_one_document(tmp_path: Path):
     assert texts_of(tmp_path / "x.csv") == [poem, "short"]
 
 
+PROSE = "Once upon a time, there was a girl who lived by the sea."
+SALES = "\n".join(f"{month},{month * 70}" for month in range(1, 30))
+TEXTS_OF_MANY_LINES = {
+    "prose": ["id,text", f'1,"{chr(10).join([PROSE] * 12)}"', "2,short"],
+    "several commas": ["id,text", f'1,"{chr(10).join(["one, two, and three"] * 12)}"'],
+    "Korean before a label": [
+        "text,label",
+        f'"{chr(10).join(["오늘은 날씨가 좋아서, 바다로 갔다."] * 15)}",뉴스',
+        "짧다,뉴스",
+    ],
+    "an only column": ["text", f'"{chr(10).join(["a, b"] * 15)}"'],
+    "a dialog under a numbered title": [
+        "title,text",
+        f'Dialog 1,"They met.{chr(10)}{chr(10).join(["Speaker 1, a dog"] * 15)}"',
+    ],
+    "a table of its own": [
+        "id,text",
+        *(f"{number},short" for number in range(5)),
+        f'5,"Sales by month:{chr(10)}{SALES}"',
+    ],
+    "a table of its own, with a sentence behind it": [
+        "id,text",
+        f'1,"x{chr(10)}{SALES}{chr(10)}."',
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS_OF_MANY_LINES)
+def test_a_text_whose_lines_have_commas_is_one_document(tmp_path: Path, name: str):
+    rows = TEXTS_OF_MANY_LINES[name]
+    (tmp_path / "x.csv").write_text("\n".join([*rows, ""]), encoding="utf-8")
+    found = texts_of(tmp_path / "x.csv")
+    assert len(found) == len(rows) - 1 and "malformed_csv" not in found
+    assert max(found, key=len) in "\n".join(rows)
+    assert max(found, key=len).count("\n") > 10
+
+
+def test_a_row_of_many_cells_of_two_lines_is_one_document(tmp_path: Path):
+    names = ",".join(f"c{number}" for number in range(9))
+    cells = ",".join(f'"a{number}\nb"' for number in range(9))
+    (tmp_path / "x.csv").write_text(f'text,{names}\n"hello\nthere",{cells}\n')
+    assert texts_of(tmp_path / "x.csv") == ["hello\nthere"]
+
+
+ROWS_TO_TAKE = {
+    "an index": ("id,text", "{number},row {number}"),
+    "numbers": ("score,text", "0.{number},row {number}"),
+    "dates": ("date,text", "2024-01-{number},row {number}"),
+    "numbered names": ("name,text", "doc_{number},row {number}"),
+    "hashes": ("id,text", "{number:x}d5a7f0c1e9,row {number}"),
+    "labels": ("text,label", "row {number} of words,news"),
+    "several columns": ("id,text,source,year", "{number},row {number},web,2024"),
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", ROWS_TO_TAKE)
+def test_a_stray_quote_is_found_by_what_the_other_columns_hold(tmp_path: Path, name: str, end: str):
+    header, row = ROWS_TO_TAKE[name]
+    rows = [row.format(number=number) for number in range(100, 160)]
+    opening = rows[20].index("row")
+    rows[20] = rows[20][:opening] + '"' + rows[20][opening:]
+    after = rows[40].find(",", rows[40].index("row"))
+    closing = len(rows[40]) if after < 0 else after
+    rows[40] = rows[40][:closing] + '"' + rows[40][closing:]
+    (tmp_path / "x.csv").write_text(end.join([header, *rows]), newline="")
+    found = texts_of(tmp_path / "x.csv")
+    assert (found.count("malformed_csv"), len(found)) == (21, 60)
+
+
 # --- Compressed files -----------------------------------------------------------------------------
 
 

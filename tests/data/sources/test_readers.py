@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.sources import lines as line_reading
 from pipeline.data.sources import readers
+from pipeline.data.sources.csv_tables import csv_records
 from pipeline.data.sources.lines import lines
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import open_stream, text_length
@@ -189,6 +192,49 @@ def test_csv_and_tsv(tmp_path: Path, name: str, compression: str):
         DataError, match=f"{path}: has no column 'content'; set --text-key to one of: id, q"
     ):
         read(path, keys=Keys("content"))
+
+
+# Neither numbers nor titles, so that none is a row of the table.
+CSV_LINES = [
+    "a, b",
+    "one, two, three",
+    '"No", she said',
+    "한 줄, 두 줄",
+    "",
+    ",",
+    '"',
+    "x\r",
+    "word",
+]
+CSV_TEXTS = st.one_of(
+    st.lists(st.sampled_from(CSV_LINES), max_size=30).map("\n".join),
+    st.sampled_from(CSV_LINES).map(lambda line: "\n".join([line] * 15)),
+)
+CSV_TITLES = st.text('TQ,"\r\n ', max_size=9)
+
+
+CSV_COLUMNS = [
+    ["text"],
+    ["id", "text"],
+    ["text", "id"],
+    ["title", "text"],
+    ["text", "title"],
+    ["id", "text", "title"],
+]
+
+
+@given(st.lists(st.tuples(CSV_TITLES, CSV_TEXTS), max_size=20), st.sampled_from(CSV_COLUMNS))
+def test_any_table_that_csv_writes_is_read_whole(rows: list[tuple[str, str]], names: list[str]):
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, names, extrasaction="ignore")
+    writer.writeheader()
+    for number, (title, text) in enumerate(rows):
+        writer.writerow({"id": number, "title": title, "text": text})
+    found = csv_records(Bytes(file.getvalue().encode()), Keys(), "csv")
+    # White space is no text.
+    assert [getattr(record, "text", "") for record in found] == [
+        text if text.strip() else "" for _, text in rows
+    ]
 
 
 def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):

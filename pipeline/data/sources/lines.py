@@ -16,12 +16,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a
-    beginning."""
+    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may lack
+    bytes after its beginning; `lost_quotes` of these are quotation marks."""
 
     offset: int
     content: bytes
     size: int
+    lost_quotes: int = 0
 
 
 def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator[Line]:
@@ -30,7 +31,7 @@ def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator
     position = offset
     # Of the line at `offset`, whose end has not been read.
     parts: list[bytes] = []
-    size = 0
+    size = lost_quotes = 0
     while offset < stop:
         wanted = min(BLOCK_BYTES, stop - position) if position < stop else _BLOCK_BYTES_PAST_END
         block = stream.read_at(position, wanted)
@@ -44,18 +45,20 @@ def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator
             if parts:
                 content = b"".join([*parts, content])
                 parts = []
-            yield Line(offset, content, size)
+            yield Line(offset, content, size, lost_quotes)
             offset += size + 1
-            size = 0
+            size = lost_quotes = 0
             if offset >= stop:
                 return
         parts.append(rest)
         size += len(rest)
         if size > MAX_RECORD_BYTES:
             # It will be rejected. Only its beginning is kept, so that memory stays bounded.
-            parts = [b"".join(parts)[:EXCERPT_BYTES]]
+            known = b"".join(parts)
+            lost_quotes += known.count(b'"', EXCERPT_BYTES)
+            parts = [known[:EXCERPT_BYTES]]
     if size:
-        yield Line(offset, b"".join(parts), size)
+        yield Line(offset, b"".join(parts), size, lost_quotes)
 
 
 def line_end(stream: Stream) -> bytes:

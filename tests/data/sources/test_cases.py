@@ -181,6 +181,20 @@ def test_a_stray_quote_is_found_by_what_the_other_columns_hold(tmp_path: Path, n
     assert (found.count("malformed_csv"), len(found)) == (21, 60)
 
 
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+@pytest.mark.parametrize("blank", ["\n", "\r\n", "\ufeff\n \n"])
+def test_empty_lines_before_the_names_of_columns_are_no_rows(tmp_path: Path, name: str, blank: str):
+    path = tmp_path / name
+    rows = ["id,text", "1,one", "", "2,two"]
+    content = "\n".join(rows).replace(",", "," if name == "x.csv" else "\t")
+    path.write_text(blank + content, encoding="utf-8", newline="")
+    assert texts_of(path) == ["one", "two"]
+    for empty in ("\n\n", '"",""\n1,one\n' if name == "x.csv" else "\t\n"):
+        path.write_text(empty)
+        with pytest.raises(DataError, match=f"{path}: expected the names of columns in its first"):
+            texts_of(path)
+
+
 # --- Compressed files -----------------------------------------------------------------------------
 
 

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.corpus.manifest import load_manifest
+from pipeline.data.sources import csv_tables, readers
 from pipeline.data.sources import lines as line_reading
-from pipeline.data.sources import readers
 from pipeline.data.sources.csv_tables import csv_records
 from pipeline.data.sources.lines import lines
-from pipeline.data.sources.records import Keys
+from pipeline.data.sources.records import Keys, Rejected
 from pipeline.data.sources.streams import open_stream, text_length
 from pipeline.data.tokenize.units import split_file
 from pipeline.errors import DataError
@@ -173,6 +173,54 @@ def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     path.write_text("short\n" + "long line " * 200 + "\nlast")
     assert texts_of(path) == ["short", "too_large", "last"]
     assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
+
+
+TOO_LARGE = {
+    "unquoted": "START {long} END",
+    "quoted": '"START {long} END"',
+    "with quotes": '"START ""{long}"" {long}, END"',
+    "first line": '"START {long}\nmore, text"',
+    "middle line": '"START\n{long}\n7,END"',
+    "last line": '"START\n{long} END"',
+    "many lines": '"START\n{rows}8,END"',
+    "many lines and quotes": '"START\n{quoted}8,END"',
+}
+
+
+@pytest.mark.parametrize("block_bytes", [64, 4 << 20])
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_row_that_is_too_large_is_left_out_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
+):
+    """No part of it is read as a row, wherever its lines end."""
+    for module in (csv_tables, line_reading):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1000)
+    for constant in ("BLOCK_BYTES", "_BLOCK_BYTES_PAST_END"):
+        monkeypatch.setattr(line_reading, constant, block_bytes)
+    long, rows, quoted = "a, word " * 200, "7,the same line\n" * 200, '7,""a"" word\n' * 200
+    row = "1," + TOO_LARGE[name].format(long=long, rows=rows, quoted=quoted)
+    path = tmp_path / "x.csv"
+    if name == "unquoted":
+        row = row.replace("a, word", "a word")
+    path.write_text(f'id,text\n0,zero\n{row}\n2,two\n3,"x\ny"\n')
+    assert texts_of(path) == ["zero", "too_large", "two", "x\ny"]
+    rejected = read(path, unit_bytes=10**9)[1]
+    assert isinstance(rejected, Rejected)
+    assert rejected.excerpt.startswith(row.splitlines()[0][:30].encode())
+    assert rejected.size == len(row) - row.count("\n")
+
+
+def test_a_line_of_just_the_largest_size_is_read_within_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (csv_tables, line_reading):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1000)
+    path = tmp_path / "x.csv"
+    path.write_text(f'id,text\n1,"one\n{"x" * 1000}\n{"y" * 1000}\nEND"\n2,two\n')
+    assert texts_of(path) == ["too_large", "two"]
+    path.write_text(f"id,text{'x' * 1000}\n1,one\n")
+    with pytest.raises(DataError, match=f"{path}: expected the names .* found a row of more than"):
+        texts_of(path)
 
 
 # --- Tables of text and other encodings -----------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -189,3 +190,16 @@ def choose_export(
     )
     asked = replace(asked, options=chosen.settled_options(asked, model))
     return chosen.contents(model, dtype, asked)
+
+
+def check_vocabulary_keeps_its_size(model: Any, reason: str) -> None:
+    """Asked for its own size, a loaded export stays as it is; another is refused for `reason`."""
+    size = model.config.vocab_size
+    embedding = model.get_input_embeddings()
+    for asked in ((), (None,), (size,), (size - 1, size)):
+        assert model.resize_token_embeddings(*asked) is embedding
+    assert model.resize_token_embeddings(new_num_tokens=size, mean_resizing=False) is embedding
+    for asked in ((size + 8,), (size - 1,), (None, size + 1)):
+        with pytest.raises(ValueError, match=f"expected {size}, the present size, .*{reason}"):
+            model.resize_token_embeddings(*asked)
+    assert model.config.vocab_size == size and model.get_input_embeddings() is embedding

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.exports import check_vocabulary_keeps_its_size
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
 
@@ -114,6 +115,12 @@ def test_outputs_are_what_the_library_asks_for(name, load):
     if not model.config.routed:
         weights = torch.cat([model.output.base, model.output.expansion], dim=1)
         assert_near(states[-1] @ weights.T, expected, PARITY)
+
+
+def test_the_vocabulary_keeps_its_size(load):
+    check_vocabulary_keeps_its_size(
+        load("phi3"), "extended before training, by scale-cpt vocabulary"
+    )
 
 
 def test_embeddings_may_need_gradients(load):

@@ -35,6 +35,7 @@ from .configuration_difference import DifferenceConfig
 from .difference_readers import Kept, Readers, TextInputs
 from .packed_difference import PackedMatrix, PackedRows, PackedVector
 from .scale_gate import ScaleGate, texts_of
+from .scale_vocabulary_size import check_vocabulary_size
 
 
 class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -61,8 +62,23 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         embedding: nn.Module = self.base.get_input_embeddings()
         return embedding
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError("a difference belongs to the vocabulary of its base")
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> nn.Module:
+        """The embedding, as it is. Raises ValueError: another size of the vocabulary is asked
+        for.
+        """
+        check_vocabulary_size(
+            self.config.vocab_size,
+            new_num_tokens,
+            pad_to_multiple_of,
+            "a difference belongs to the vocabulary of its base",
+        )
+        return self.get_input_embeddings()
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(

@@ -28,7 +28,7 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from .scale_layer import ScaleExpertLinear, ScaleLayer
 from .scale_open_weights import ScaleLowRank, ScaleOwnInput
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
+from .scale_vocabulary_size import check_vocabulary_size
 
 
 class LastStreams(NamedTuple):
@@ -186,8 +187,23 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return None
         return self.output
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError("the vocabulary is extended before training, by scale-cpt vocabulary")
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> nn.Module:
+        """The embedding, as it is. Raises ValueError: another size of the vocabulary is asked
+        for.
+        """
+        check_vocabulary_size(
+            self.config.vocab_size,
+            new_num_tokens,
+            pad_to_multiple_of,
+            "the vocabulary is extended before training, by scale-cpt vocabulary",
+        )
+        return self.get_input_embeddings()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""

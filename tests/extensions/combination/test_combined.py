@@ -42,6 +42,7 @@ from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
 from pipeline.run_folder.checkpoint_names import checkpoint_name
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
+from tests.conversion.exports import check_vocabulary_keeps_its_size
 from tests.data.helpers import contents
 from tests.files import change_json
 from tests.programs import call
@@ -466,6 +467,12 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
     ):
         with pytest.raises(ValueError, match=error):
             model(tokens, **options)
+
+
+@pytest.mark.full
+def test_the_vocabulary_of_all_expansions_keeps_its_size(model):
+    assert model.config.vocab_size > BASE_TOKENS
+    check_vocabulary_keeps_its_size(model, "extended before training, by scale-cpt vocabulary")
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packe
 from pipeline.hf.write import write_hf_folder
 from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, without_this_project
+from tests.conversion.exports import check_vocabulary_keeps_its_size
 from tests.extensions.gate.gates import Opens, random_gate
 from tests.files import change_json
 from tests.tolerances import PARITY, assert_near
@@ -321,6 +322,10 @@ def test_where_every_token_is_open_nothing_is_said_of_closed_text(models, tmp_pa
     report = verify_difference(model, tmp_path, probe, torch.float32)
     assert report.closed_tokens == 0 and report.open_tokens == 2 * LENGTH
     assert "no closed token was compared with the base" in describe_difference(report)
+
+
+def test_the_vocabulary_keeps_its_size(differences):
+    check_vocabulary_keeps_its_size(load_hf_model(differences("llama")[0]), "of its base")
 
 
 def test_a_wrong_difference_is_not_kept(differences, tmp_path, models):

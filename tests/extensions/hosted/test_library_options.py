@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from pipeline.extensions.hosted.export import config_entries
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
+from tests.conversion.exports import check_vocabulary_keeps_its_size
 from tests.extensions.hosted.bases import hosted, opened, save_hosted
 from tests.widened import some_tokens
 
@@ -41,6 +42,12 @@ def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
     for part in tokens.split(1):
         parts.append(model(part, labels=part, num_items_in_batch=torch.tensor(22)).loss)
     torch.testing.assert_close(sum(parts), whole)
+
+
+def test_the_vocabulary_keeps_its_size(model):
+    check_vocabulary_keeps_its_size(model, "of its base")
+    tokens = some_tokens(model.config, 2, 12)
+    assert model(tokens).logits.shape[-1] == model.config.vocab_size
 
 
 def test_a_trainer_that_wants_hidden_states_is_told_what_to_take(model):

@@ -121,13 +121,11 @@ class ScaleForVllm(nn.Module):
         """The hidden states of all requests' new tokens [N].
 
         Raises:
-            ValueError: own rows are looked up by ids, and there are embeddings alone.
+            ValueError: the model reads ids too, and there are embeddings alone.
         """
-        if input_ids is None and self.model.own_input is not None:
-            raise ValueError(
-                "prompt embeddings: tokens that the gate opens have rows of their own, by their "
-                "ids; give token ids"
-            )
+        reason = self.model.needs_ids_reason()
+        if input_ids is None and reason is not None:
+            raise ValueError(f"prompt embeddings: {reason}, which they do not name; give token ids")
         embedded = inputs_embeds
         if embedded is None:
             embedded = self.embed_input_ids(input_ids)

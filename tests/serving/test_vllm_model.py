@@ -79,6 +79,8 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models,
     tokens = some_tokens(loaded.config, 20)
     logits = served.compute_logits(served(tokens, torch.arange(20)))
     assert torch.allclose(logits, loaded(tokens.unsqueeze(0)).logits[0], atol=0.1)
+    with pytest.raises(ValueError, match=r"prompt embeddings: the gate opens .*; give token ids"):
+        served(None, torch.arange(20), inputs_embeds=served.embed_input_ids(tokens))
 
 
 def test_what_vllm_would_get_wrong_is_refused(vllm_model):

@@ -205,6 +205,16 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         )
         return self.get_input_embeddings()
 
+    def needs_ids_reason(self) -> str | None:
+        """Why a text's ids are read beside its embedding; None: they are not."""
+        if self.own_input is not None:
+            return "tokens that the gate opens have rows of their own"
+        if self.token_gate is not None and self.token_gate.is_open_id is not None:
+            return "the gate opens some tokens by their ids"
+        if self.output.is_gated_vocabulary:
+            return "the gate opens the tokens of an extended vocabulary by their ids"
+        return None
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""
         reason = self.config.packing_unsupported_reason()
@@ -232,7 +242,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         (0: all), or those.
 
         inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its
-        score. A model whose open tokens have rows of their own takes input_ids alone.
+        score. A model that reads ids too takes input_ids alone: see `needs_ids_reason`.
 
         Hidden states are such streams of the adapted path: before each layer, and after the last
         norm.
@@ -280,11 +290,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 "output_attentions: the weights of attention are not given, as base and expansion "
                 "have heads side by side; leave it out"
             )
-        if inputs_embeds is not None and self.own_input is not None:
-            raise ValueError(
-                "give input_ids: tokens that the gate opens have rows of their own, which "
-                "inputs_embeds do not name"
-            )
+        if inputs_embeds is not None:
+            reason = self.needs_ids_reason()
+            if reason is not None:
+                raise ValueError(f"give input_ids: {reason}, which inputs_embeds do not name")
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache

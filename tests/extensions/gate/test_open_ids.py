@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from pipeline.extensions.gate.open_ids import choose_open_ids
 from pipeline.extensions.gate.windows import NO_KIND, Windows
 from tests.extensions.gate.gates import random_gate
+from tests.extensions.gate.test_catching_up import gated, prompts
 from tests.extensions.gate.test_exactness import batch_of, trained
 
 
@@ -89,3 +91,29 @@ def test_text_without_the_ids_is_the_bases_and_the_ids_are_open(variant, base):
         )
     batch = (without, *batch[1:])
     assert torch.equal(model.logits(*batch), model.logits(*batch, path="base"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("open ids", "the gate opens some tokens by their ids"),
+        ("new pieces", "the gate opens the tokens of an extended vocabulary by their ids"),
+        ("adapt", None),
+    ],
+)
+def test_an_embedding_does_not_name_the_ids_that_a_gate_opens(name, reason):
+    model = gated(name, bias=-30.0)
+    tokens = prompts()[0]
+    tokens[:, 3] = 5  # is among the ids of "open ids"
+    tokens[:, 4] = 505  # is new in "new pieces"
+    embedded = model.get_input_embeddings()(tokens)
+    if reason is None:
+        assert torch.equal(model(inputs_embeds=embedded).logits, model(tokens).logits)
+        return
+    by_id = model.opens_by_id(tokens, None)
+    assert by_id.any() and not by_id.all()
+    for call in (model, model.base_model, partial(model.generate, max_new_tokens=1)):
+        with pytest.raises(ValueError, match="give input_ids") as caught:
+            call(inputs_embeds=embedded)
+        assert str(caught.value).startswith(f"give input_ids: {reason}, which")

@@ -297,6 +297,8 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             output.loss = self.loss_function(
                 logits=output.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
+            # A field that was None stands last otherwise, and `output[0]` would be the logits.
+            output.move_to_end("loss", last=False)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if return_dict:

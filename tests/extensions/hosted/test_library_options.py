@@ -44,6 +44,15 @@ def test_the_loss_divides_by_the_labels_of_all_micro_batches(model):
     torch.testing.assert_close(sum(parts), whole)
 
 
+def test_the_loss_is_the_first_output(model):
+    tokens = some_tokens(model.config, 2, 12)
+    named = model(tokens, labels=tokens)
+    assert next(iter(named)) == "loss"
+    assert torch.equal(named[0], named.loss) and torch.equal(named[1], named.logits)
+    assert torch.equal(model(tokens, labels=tokens, return_dict=False)[0], named.loss)
+    assert torch.equal(model(tokens)[0], named.logits)
+
+
 def test_the_vocabulary_keeps_its_size(model):
     check_vocabulary_keeps_its_size(model, "of its base")
     tokens = some_tokens(model.config, 2, 12)

@@ -37,6 +37,59 @@ class TextInputs(NamedTuple):
         return TextInputs(self.tokens[:, first:], self.positions[:, first:], self.mask)
 
 
+class TrainedKeys(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of a layer of the trained model, which may have read the beginning of a
+    text alone, or nothing.
+    """
+
+    text: TextCache
+    """The whole text, which stands in the same cache behind this layer, and so is cropped later."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the text's last tokens, of which some, or all, may not have been read here.
+
+        The library's would take as many of those that were, of which a sliding window has too few.
+        """
+        read = self.get_seq_length()
+        if read == 0:  # a layer that has seen nothing cannot be cropped
+            return
+        if tokens_to_remove < 0:
+            tokens_to_remove += self.text.get_seq_length() - read
+            if tokens_to_remove >= 0:
+                return
+        super().crop(tokens_to_remove)
+
+
+class TrainedWindow(TrainedKeys, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The same of a layer with a sliding window."""
+
+
+KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    TrainedKeys,
+    TrainedWindow,
+    GateCache,
+    TextCache,
+}
+"""The kinds of layers that a cache may have. Others may be of a server, or not grow."""
+
+
+def trained_layer(like: Any, text: TextCache) -> Any:
+    """An empty layer of the trained model, of the kind of `like`."""
+    layer: Any
+    if type(like) is DynamicLayer:
+        layer = TrainedKeys()
+    elif type(like) is DynamicSlidingWindowLayer:
+        layer = TrainedWindow(like.sliding_window)
+        if getattr(like, "record_past", False):
+            layer.activate_past_recording()
+    else:
+        return like
+    layer.text = text
+    return layer
+
+
 class Readers:
     """A batch of texts that is read by a base and by a trained model of the same class.
 
@@ -71,8 +124,7 @@ class Readers:
     def _prepare(self, cache: Any) -> None:
         """Gives an empty cache the layers of both models."""
         config = self.base.config
-        known = {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
-        if not {type(layer) for layer in cache.layers} <= known or cache.offloading:
+        if not {type(layer) for layer in cache.layers} <= KNOWN_LAYERS or cache.offloading:
             raise ValueError(
                 "past_key_values: expected a DynamicCache in the memory of the model: two models "
                 "read a text, each at its own time"
@@ -80,7 +132,10 @@ class Readers:
         if not cache.layers:
             cache.layers = DynamicCache(config=config).layers
         if len(cache.layers) == config.num_hidden_layers:
-            cache.layers += empty_like(cache, config).layers
+            text = TextCache()
+            for layer in empty_like(cache, config).layers:
+                cache.layers.append(trained_layer(layer, text))
+            cache.layers.append(text)
 
     def remember(self, opens: Tensor) -> None:
         """Keeps the new tokens, and for which of them the gate opens: bool [B, S, 1]."""

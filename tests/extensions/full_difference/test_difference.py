@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
@@ -261,13 +261,45 @@ def test_both_models_attend_as_was_asked_for(differences, tmp_path):
 
 
 @torch.no_grad()
-def test_tokens_that_were_guessed_wrongly_are_taken_back(differences):
-    """Prompt lookup: several tokens are read at once, and the caches cropped."""
-    folder, trained = differences("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens_that_were_guessed_wrongly_are_taken_back(name, differences, base):
+    """Several tokens are read at once, and the caches cropped, of which the trained model's may
+    hold nothing yet; with sliding windows too."""
+    folder, trained = differences(name)
     model = load_hf_model(folder)
+    sometimes = model.token_gate.threshold
+    assistant = load_hf_model(base(name).path, torch.float32)
     tokens = some_tokens(trained.spec, 1, 6).repeat(1, 3)
-    expected = generate(model, tokens)
-    assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), expected)
+    for threshold in (torch.inf, sometimes, -torch.inf):
+        model.token_gate.threshold = threshold
+        expected = generate(model, tokens)
+        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+            assert torch.equal(generate(model, tokens, **how), expected), (threshold, *how)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("opens_at_first", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cache_is_cropped_that_the_trained_model_has_not_filled(
+    name, opens_at_first, differences
+):
+    """Its window, shorter than the text, holds nothing to take back of tokens that it has not
+    read."""
+    folder, trained = differences(name, features="token")
+    model = load_hf_model(folder)
+    tokens = some_tokens(trained.spec, 1, LENGTH)
+    cache = DynamicCache(config=model.config.text_config)
+    cache.activate_past_recording()
+    model.token_gate.threshold = -torch.inf if opens_at_first else torch.inf
+    model(tokens[:, :12], past_key_values=cache)
+    cache.crop(0)
+    model.token_gate.threshold = torch.inf
+    for first, last, removed in ((12, 16, 0), (3, 6, 3)):
+        model(tokens[:, first:last], past_key_values=cache)
+        cache.crop(-removed)
+    model.token_gate.threshold = -torch.inf
+    found = model(tokens[:, 16:], past_key_values=cache).logits
+    assert_near(found, model(tokens, use_cache=False).logits[:, 16:], PARITY)
 
 
 _SCRIPT = """

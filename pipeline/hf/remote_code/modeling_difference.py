@@ -85,6 +85,13 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             "continuous batching cannot run this model: a text has keys and values of two models"
         )
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The padding itself: both models make their masks. For a static cache `generate` would
+        make them before `forward` can refuse it.
+        """
+        return attention_mask
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # W + D is no parameter of this model: after W moves or is cast, it is made again.
         self._made.clear()
@@ -114,7 +121,8 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
                 raise ValueError("two models run: only logits are given, no states of layers")
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError("a trace cannot hold that each text is read by the models it needs")
-        if attention_mask is not None and attention_mask.dim() != 2:
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        if attention_mask is not None and not is_padding:
             raise ValueError("attention_mask: expected the padding of each text, [B, T]")
         if use_cache is None:
             use_cache = self.config.text_config.use_cache

@@ -443,8 +443,13 @@ def test_what_it_refuses(models, differences):
         exported(tokens, output_hidden_states=True)
     with pytest.raises(ValueError, match="continuous batching cannot run"):
         exported.generate_batch([[1, 2]])
-    with pytest.raises(ValueError, match="expected a DynamicCache"):
-        generate(exported, tokens, cache_implementation="static")
+    for name in ("llama", "gemma2"):
+        asked = load_hf_model(differences(name)[0])
+        with pytest.raises(ValueError, match="expected a DynamicCache"):
+            generate(asked, tokens, cache_implementation="static")
+    masks = {"full_attention": None, "sliding_attention": None}
+    with pytest.raises(ValueError, match="expected the padding of each text"):
+        exported(tokens, attention_mask=masks)
     with torch.no_grad():
         of_base = exported.base(tokens, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="past_key_values: filled by another model"):

@@ -249,7 +249,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
@@ -269,7 +269,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
         attentions = kwargs.pop("output_attentions", self.config.output_attentions)
-        if kwargs.pop("inputs_embeds", None) is not None or hidden_states or attentions:
+        embedded = kwargs.pop("inputs_embeds", None)
+        if input_ids is None or embedded is not None or hidden_states or attentions:
             raise ValueError(
                 "a model with several expansions takes input_ids, and gives no hidden states and "
                 "no attentions"

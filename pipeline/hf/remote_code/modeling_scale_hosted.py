@@ -217,8 +217,8 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
         values = dict(config.base_config)
         base_class = getattr(transformers, config.base_class)
         base_config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        # As training chose it. A class that names another configuration than it takes, as GLM-4.6V's
-        # does, is no class of the text part.
+        # As training chose it. A class may name another configuration than it takes (GLM-4.6V's),
+        # and is then no class of the text part.
         if base_config.sub_configs.get("text_config") == base_class.config_class:
             base_config = base_config.get_text_config()
         options = {}

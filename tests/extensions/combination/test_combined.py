@@ -467,6 +467,17 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
     ):
         with pytest.raises(ValueError, match=error):
             model(tokens, **options)
+    embedded = model.get_input_embeddings()(tokens)
+    with pytest.raises(ValueError, match="takes input_ids"):
+        model(inputs_embeds=embedded)
+    with pytest.raises(ValueError, match="takes input_ids"):
+        generate_greedily(
+            model,
+            tokens[:, :0],
+            new_tokens=2,
+            inputs_embeds=embedded,
+            attention_mask=torch.ones_like(tokens),
+        )
 
 
 @pytest.mark.full

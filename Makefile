@@ -65,7 +65,7 @@ slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubu
 test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of every part, under 12 minutes on two cores
 	$(PYTEST) -m "not full"
 
-test-all: $(STAMP) slurm lint  ## also every fault, packaging, the tutorial, benchmarks and studies, 20 to 40 minutes
+test-all: $(STAMP) slurm lint  ## also every fault, packaging, the tutorial, benchmarks, studies and a real model, an hour and a half
 	$(PYTEST)
 
 lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, shellcheck

@@ -32,6 +32,36 @@ fi
 source slurm/common.sh
 load_site
 
+# The options' paths begin where the user stands, as the run's does.
+options=()
+while (($#)); do
+    option=$1
+    case "$option" in
+        --output=* | --checkpoint=* | --base=*)
+            option=${1%%=*}
+            set -- "$option" "${1#*=}" "${@:2}"
+            ;;
+    esac
+    case "$option" in
+        --output)
+            # Of what does not exist yet `from_caller` cannot tell.
+            [[ "${2:-/}" == /* || "$caller_folder" -ef "$PWD" ]] ||
+                set -- "$1" "$caller_folder/$2" "${@:3}"
+            ;;
+        --checkpoint | --base)
+            (($# < 2)) || set -- "$1" "$(from_caller "$2")" "${@:3}"
+            ;;
+        *)
+            options+=("$1")
+            shift
+            continue
+            ;;
+    esac
+    options+=("${@:1:2}")
+    shift $(($# > 1 ? 2 : 1))
+done
+set -- "${options[@]}"
+
 if [[ " $*" == *" --checkpoint"* ]]; then
     unset CONFIG # the checkpoint is named without its run
     announce "conversion of a checkpoint"

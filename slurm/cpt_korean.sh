@@ -84,6 +84,11 @@ if ((${#arguments[@]} > 0)); then
     STAGES=${arguments[*]}
 fi
 STAGES=${STAGES:-$all_stages}
+# Before the first of them begins: the last one may be days away.
+for stage in $STAGES; do
+    [[ " $all_stages " == *" $stage "* ]] ||
+        die "STAGES: there is no stage \"$stage\"; choose from $all_stages"
+done
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of
 # tokenization.
@@ -102,7 +107,6 @@ for stage in $STAGES; do
         gate) run_stage gate here python -m pipeline gate "$CONFIG" "${changes[@]}" ;;
         convert) run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" ;;
         evaluate) run_stage evaluate here python -m pipeline evaluate "$CONFIG" "${changes[@]}" ;;
-        *) die "STAGES: there is no stage \"$stage\"; choose from $all_stages" ;;
     esac
 done
 say "done"

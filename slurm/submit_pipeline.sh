@@ -26,7 +26,14 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-command -v sbatch >/dev/null || exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}"
+case "${arguments[0]:-}" in
+    --dry-run) exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" "${arguments[@]}" ;;
+    --help | -h) exec sed -n '2,/^set/s/^# \{0,1\}//p' slurm/submit_pipeline.sh ;;
+esac
+if ! command -v sbatch >/dev/null; then
+    ((${#arguments[@]} == 0)) || say "there is no Slurm: these options are not used: ${arguments[*]}"
+    exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}"
+fi
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 

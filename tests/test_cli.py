@@ -223,6 +223,22 @@ def test_the_effective_configuration_is_shown(tmp_path):
     assert refused.returncode == CONFIG_ERROR and "did you mean steps?" in refused.stderr
 
 
+def test_what_would_be_lost_or_ignored_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = scale_cpt("new", ".")
+    assert made.returncode == 1 and "is the working directory" in made.stderr
+    (tmp_path / "tokenizer.json").write_text("{}")
+    text = ["--input", STORIES / "README.md", "--vocab-size", "300"]
+    trained = scale_cpt("tokenizer", *text, "--output", "tokenizer.json")
+    assert trained.returncode == 1 and "tokenizer.json: exists; remove it" in trained.stderr
+    below = scale_cpt("tokenizer", *text, "--output", "tokenizer.json/x.json")
+    assert below.returncode == 1 and "which cannot be made" in below.stderr
+    run = write_config(tmp_path / "run", tmp_path)
+    sampled = scale_cpt("sample", run, "--base", STORIES, "--output", "own")
+    assert sampled.returncode == CONFIG_ERROR
+    assert "error: --base: is for sampling without a run" in sampled.stderr
+
+
 def test_completion_knows_commands_and_options():
     pytest.importorskip("shtab")
     for shell, syntax in (("bash", ["bash", "-n"]), ("zsh", None)):
@@ -231,3 +247,21 @@ def test_completion_knows_commands_and_options():
             assert word in script, (shell, word)
         if syntax:
             subprocess.run(syntax, input=script, text=True, check=True)
+
+
+def test_completion_knows_the_files_of_a_folder(tmp_path):
+    pytest.importorskip("shtab")
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "model").mkdir()
+    script = scale_cpt("completion", "bash").stdout
+    for words, expected in (
+        ("scale-cpt train mi", "mine.yaml"),
+        ("scale-cpt config init --base mod", "model"),
+        ("scale-cpt config init --new mi", "mine.yaml"),
+    ):
+        last = len(words.split()) - 1
+        asked = f"COMP_WORDS=({words}); COMP_CWORD={last}; _shtab_scale_cpt; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash"], input=f"{script}\n{asked}", text=True, capture_output=True, cwd=tmp_path
+        )
+        assert done.stdout.split() == [expected], words

@@ -9,6 +9,9 @@ The shell reads the script when it starts.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+from pipeline.command_line import folder_or_hub
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +23,16 @@ def main(arguments: argparse.Namespace) -> None:
 
     from pipeline.commands import build_parser
 
-    print(shtab.complete(build_parser(), arguments.shell))
+    parser = build_parser()
+    _complete_paths(parser, shtab.FILE)
+    print(shtab.complete(parser, arguments.shell))
+
+
+def _complete_paths(parser: argparse.ArgumentParser, file: dict[str, str]) -> None:
+    """Lets the shell complete the files and folders that a command takes; `file`: how."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_paths(command, file)
+        elif action.type in (Path, folder_or_hub) or action.metavar in ("FILE", "DIR"):
+            action.complete = file  # type: ignore[attr-defined]  # which shtab reads

@@ -38,7 +38,7 @@ from pipeline.data.tokenizer.sentencepiece_model import (
     train_model,
 )
 from pipeline.errors import ConfigError, DataError, OutputError
-from pipeline.files.publishing import published_file, write_text
+from pipeline.files.publishing import make_parent, published_file, write_text
 from pipeline.files.reading import read_bytes
 from pipeline.log import get_logger
 
@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     _check(arguments)
     output: Path = arguments.output
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output)
     if arguments.convert is not None:
         _convert(arguments.convert, output)
     else:
@@ -120,7 +120,12 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError where the options do not fit together."""
+    """Checks the options before any work.
+
+    Raises:
+        ConfigError: they do not fit together.
+        OutputError: training would replace a file.
+    """
     output: Path = arguments.output
     if output.suffix not in (SUFFIX, ".json"):
         raise ConfigError(
@@ -135,6 +140,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--output {output}: --convert writes a tokenizer.json; give a name in .json"
         )
+    if arguments.convert is None and output.exists():
+        raise OutputError(f"{output}: exists; remove it, or choose another --output")
 
 
 def _print_table(

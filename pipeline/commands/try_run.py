@@ -13,6 +13,7 @@ of training. Its figures say nothing of the run's.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -105,8 +106,8 @@ def _prepare(
             text_bytes=arguments.text_mib,
         )
         values = small.model_dump(mode="json", exclude_unset=True)
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        # The texts move with the folder.
+        # The texts move with the folder. On one line each: a path may have blanks.
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=math.inf)
         write_text(unfinished / RUN_FILE, text.replace(str(unfinished), str(folder)))
         write_json(unfinished / _RECORD, {"format": _FORMAT, "run": str(arguments.run)})
     return small

@@ -145,7 +145,7 @@ class Corpus(Section):
     """origin of the corpus, for the model card"""
     weight: PositiveFloat = 1.0
     """weight among the corpora of its role when samples are drawn"""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """passes, after which no more is drawn; default: no limit"""
     token_budget: PositiveInt | None = None
     """tokens, after which no more is drawn; default: no limit"""

@@ -122,8 +122,6 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         # A name such as `2026` is a number in YAML.
         coerce_numbers_to_str=True,
-        # `.inf` for "no limit" would pass here, and fail where it is counted with.
-        allow_inf_nan=False,
     )
 
     @field_validator("*")

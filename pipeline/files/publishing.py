@@ -61,6 +61,21 @@ def own_temporary(path: Path) -> Path:
     return path.with_name(f"{own_prefix(path.name)}{os.getpid()}.{serial}{TEMPORARY_SUFFIX}")
 
 
+def make_parent(path: Path) -> None:
+    """Makes the folder in which `path` is to be written.
+
+    Raises:
+        OutputError: there is none, and none can be made, as where a file is in its place.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as fault:
+        raise OutputError(
+            f"{path}: expected a folder {path.parent}, which cannot be made "
+            f"({fault.filename}: {fault.strerror}); choose another place"
+        ) from None
+
+
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file to fill, renamed to `path` when the block succeeds, else removed.

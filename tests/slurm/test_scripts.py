@@ -31,6 +31,8 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
         ("cpt_korean.sh", [DEMO, "--steps"], "unknown option --steps; the options are --dry-run"),
         ("cpt_korean.sh", [DEMO, "train", "--dry-run"], "--dry-run: give it before stages"),
         ("cpt_korean.sh", [DEMO, "--set"], "--set: expected KEY=VALUE after it"),
+        # Before the stages in front of it, which may take days.
+        ("cpt_korean.sh", [DEMO, "clean", "convrt"], 'STAGES: there is no stage "convrt"; choose'),
         ("../studies/run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
 )
@@ -276,6 +278,24 @@ def test_a_conversion_gets_the_flags_of_the_script(host: Recorded, arguments: li
     assert host.environment_of("python")["STAGE"] == "convert"
 
 
+def test_paths_of_a_conversion_begin_where_the_user_stands(host: Recorded, tmp_path: Path):
+    host.program("python")
+    (tmp_path / "step_00000002").mkdir()
+    options = ("--checkpoint", "step_00000002", "--base=org/name", "--output=exported")
+    (call,) = host.run("convert_checkpoint.sh", *options, cwd=tmp_path)
+    expected = f"--checkpoint {tmp_path}/step_00000002 --base org/name --output {tmp_path}/exported"
+    assert call == f"python -m pipeline convert {expected}"
+
+
+def test_without_slurm_a_chain_of_jobs_plans_and_says_what_it_does_not_use(host: Recorded):
+    host.program("python")
+    calls = host.run("submit_pipeline.sh", DEMO, "--dry-run", "--json")
+    assert calls[-1].startswith(f"python -m pipeline train --dry-run {DEMO}")
+    assert calls[-1].endswith("--json")
+    done = bash(PROJECT / "slurm" / "submit_pipeline.sh", "--help")
+    assert done.returncode == 0 and "Without Slurm the stages run one after" in done.stdout
+
+
 def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
     """There is no run folder in which attempts could be counted: the stage is not tried again."""
     host.program("python", "exit 70")
@@ -290,7 +310,7 @@ def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
     assert done.returncode == 70, done.stderr
     assert (
         host.folder / "calls"
-    ).read_text() == "python -m pipeline convert --checkpoint=c --base=b --output=o\n"
+    ).read_text() == "python -m pipeline convert --checkpoint c --base b --output o\n"
 
 
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])

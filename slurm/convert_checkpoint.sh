@@ -32,33 +32,25 @@ fi
 source slurm/common.sh
 load_site
 
-# The options' paths begin where the user stands, as the run's does.
-options=()
-while (($#)); do
-    option=$1
-    case "$option" in
-        --output=* | --checkpoint=* | --base=*)
-            option=${1%%=*}
-            set -- "$option" "${1#*=}" "${@:2}"
+# The options' paths begin where the user stands, as the run's does. `from_caller` cannot tell of an
+# output, which does not exist yet.
+path_of() {
+    if [[ "$1" == --output && "$2" != /* && ! "$caller_folder" -ef "$PWD" ]]; then
+        echo "$caller_folder/$2"
+    else
+        from_caller "$2"
+    fi
+}
+options=() before=""
+for argument; do
+    case "$before $argument" in
+        *" --output="* | *" --checkpoint="* | *" --base="*)
+            argument=${argument%%=*}=$(path_of "${argument%%=*}" "${argument#*=}")
             ;;
+        "--output "* | "--checkpoint "* | "--base "*) argument=$(path_of "$before" "$argument") ;;
     esac
-    case "$option" in
-        --output)
-            # Of what does not exist yet `from_caller` cannot tell.
-            [[ "${2:-/}" == /* || "$caller_folder" -ef "$PWD" ]] ||
-                set -- "$1" "$caller_folder/$2" "${@:3}"
-            ;;
-        --checkpoint | --base)
-            (($# < 2)) || set -- "$1" "$(from_caller "$2")" "${@:3}"
-            ;;
-        *)
-            options+=("$1")
-            shift
-            continue
-            ;;
-    esac
-    options+=("${@:1:2}")
-    shift $(($# > 1 ? 2 : 1))
+    options+=("$argument")
+    before=$argument
 done
 set -- "${options[@]}"
 

@@ -283,7 +283,7 @@ def test_paths_of_a_conversion_begin_where_the_user_stands(host: Recorded, tmp_p
     (tmp_path / "step_00000002").mkdir()
     options = ("--checkpoint", "step_00000002", "--base=org/name", "--output=exported")
     (call,) = host.run("convert_checkpoint.sh", *options, cwd=tmp_path)
-    expected = f"--checkpoint {tmp_path}/step_00000002 --base org/name --output {tmp_path}/exported"
+    expected = f"--checkpoint {tmp_path}/step_00000002 --base=org/name --output={tmp_path}/exported"
     assert call == f"python -m pipeline convert {expected}"
 
 
@@ -310,7 +310,7 @@ def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
     assert done.returncode == 70, done.stderr
     assert (
         host.folder / "calls"
-    ).read_text() == "python -m pipeline convert --checkpoint c --base b --output o\n"
+    ).read_text() == "python -m pipeline convert --checkpoint=c --base=b --output=o\n"
 
 
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])

@@ -35,13 +35,14 @@ from .configuration_difference import DifferenceConfig
 from .difference_readers import Kept, Readers, TextInputs
 from .packed_difference import PackedMatrix, PackedRows, PackedVector
 from .scale_gate import ScaleGate, texts_of
-from .scale_vocabulary_size import check_vocabulary_size
+from .scale_vocabulary_size import FixedVocabulary
 
 
-class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class DifferenceForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A base, and W + D for the tokens that a gate opens. For inference: D does not train."""
 
     config_class = DifferenceConfig
+    vocabulary_reason = "a difference belongs to the vocabulary of its base"
     base_model_prefix = ""
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -61,24 +62,6 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     def get_input_embeddings(self) -> nn.Module:
         embedding: nn.Module = self.base.get_input_embeddings()
         return embedding
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> nn.Module:
-        """The embedding, as it is. Raises ValueError: another size of the vocabulary is asked
-        for.
-        """
-        check_vocabulary_size(
-            self.config.vocab_size,
-            new_num_tokens,
-            pad_to_multiple_of,
-            "a difference belongs to the vocabulary of its base",
-        )
-        return self.get_input_embeddings()
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(

@@ -47,7 +47,7 @@ from .scale_layer import ScaleExpertLinear, ScaleLayer
 from .scale_open_weights import ScaleLowRank, ScaleOwnInput
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
-from .scale_vocabulary_size import check_vocabulary_size
+from .scale_vocabulary_size import FixedVocabulary
 
 
 class LastStreams(NamedTuple):
@@ -100,10 +100,11 @@ class ScaleBackbone(nn.Module):
         )
 
 
-class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A decoder-only language model widened by SCALE."""
 
     config_class = ScaleConfig
+    vocabulary_reason = "the vocabulary is extended before training, by scale-cpt vocabulary"
     base_model_prefix = ""
     _no_split_modules = ("ScaleLayer",)
     _supports_flash_attn = True
@@ -186,24 +187,6 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if self.config.backbone_unsupported_reason() is not None:
             return None
         return self.output
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> nn.Module:
-        """The embedding, as it is. Raises ValueError: another size of the vocabulary is asked
-        for.
-        """
-        check_vocabulary_size(
-            self.config.vocab_size,
-            new_num_tokens,
-            pad_to_multiple_of,
-            "the vocabulary is extended before training, by scale-cpt vocabulary",
-        )
-        return self.get_input_embeddings()
 
     def needs_ids_reason(self) -> str | None:
         """Why a text's ids are read beside its embedding; None: they are not."""

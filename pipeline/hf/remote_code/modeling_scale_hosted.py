@@ -31,7 +31,7 @@ from .scale_hosted_own import low_rank_differences, own_gains
 from .scale_math import own_row_logits
 from .scale_open_weights import ScaleOwnInput, own_row_table
 from .scale_rotary import ScaleRotary
-from .scale_vocabulary_size import check_vocabulary_size
+from .scale_vocabulary_size import FixedVocabulary
 
 
 class HostedEmbedding(nn.Module):
@@ -171,10 +171,11 @@ class NoBackbone(nn.Module):
         )
 
 
-class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class HostedScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A base of transformers with SCALE's expansion or LoRA's adapters; `base` is the former."""
 
     config_class = HostedScaleConfig
+    vocabulary_reason = "what was added belongs to the vocabulary of its base"
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
@@ -241,24 +242,6 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
 
     def get_output_embeddings(self) -> None:
         """None: logits are no product of one matrix."""
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> nn.Module:
-        """The embedding, as it is. Raises ValueError: another size of the vocabulary is asked
-        for.
-        """
-        check_vocabulary_size(
-            self.config.vocab_size,
-            new_num_tokens,
-            pad_to_multiple_of,
-            "what was added belongs to the vocabulary of its base",
-        )
-        return self.get_input_embeddings()
 
     def forward(
         self,

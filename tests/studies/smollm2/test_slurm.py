@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import zstandard
 
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.hf.load import load_hf_model
+from tests.data.helpers import write_jsonl
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
 from tests.studies.smollm2.runs import ENGLISH, KOREAN, LORA, settings_of
@@ -52,16 +54,8 @@ def test_a_job_that_is_stopped_ends_with_a_model_that_keeps_english(
 
 
 def beginning_of(texts: str, folder: Path) -> str:
-    """A file in `folder` with the first 8 KB of a file of texts."""
-    lines: list[str] = []
-    size = 0
-    with zstandard.open(texts, "rt", encoding="utf-8") as file:
-        for line in file:
-            text = json.loads(line)["text"][:8000]
-            lines.append(json.dumps({"text": text}))
-            size += len(text.encode())
-            if size >= 8000:
-                break
+    """A file in `folder` with the first documents of a file of texts, at most 8,000 characters of
+    each; about 10 KB."""
+    documents = good_documents([texts], Keys(), max_bytes=8000)
     path = folder / f"{Path(texts).name.split('.')[0]}.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, [document.text[:8000] for document in documents]))

@@ -41,6 +41,11 @@ class Documents:
     starts: Tensor
     per_row: tuple[int, ...]
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each document. On a GPU the host waits for them."""
+        return tuple(self.starts.diff().tolist())
+
     @classmethod
     def whole_rows(cls, tokens: Tensor) -> Documents:
         """A document in each row of `tokens` [B, S], made on their device."""
@@ -80,6 +85,7 @@ def attention_kernel(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    compiled: bool = False,
 ) -> Attend:
     """The attention kernel for a batch.
 
@@ -93,14 +99,17 @@ def attention_kernel(
             before it.
         scale: the factor of the products of queries and keys; None: 1 / sqrt(head_dim).
         softcap: with c, a score becomes c · tanh(score / c).
+        compiled: whether it is called in compiled layers, whose graph must suit every batch.
     """
     flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD
     if documents is None:
         # Of the kernels without S x S scores only flash attention takes grouped heads.
         return CausalAttention(scale, grouped=flash or device.type != "cuda")
     if device.type not in ("cuda", "meta"):
-        # On the CPU, rows of a single document get a mask too: the same sample must give the same
-        # bits whatever else is in its batch.
+        # Whichever it is, a row of a single document gets no other: the same sample must give the
+        # same bits whatever else is in its batch.
+        if window is None and softcap is None and not compiled:
+            return DocumentAttention(documents.lengths, scale)
         return MaskedAttention(document_mask(documents.ids, dtype, window), scale, softcap)
     # The meta device stands for a GPU, but FlexAttention refuses it.
     if device.type == "meta" or (flash and head_dim % 8 == 0 and softcap is None):
@@ -133,6 +142,29 @@ def _one_for_each(query: Tensor, heads: Tensor) -> Tensor:
     if queries_per_key == 1:
         return heads
     return heads.repeat_interleave(queries_per_key, dim=2)
+
+
+@dataclass(frozen=True)
+class DocumentAttention:
+    """Attention in one document after another, of `lengths` tokens, laid end to end.
+
+    On the CPU, whose fused kernel computes the scores that a mask hides, too.
+    """
+
+    lengths: tuple[int, ...]
+    scale: float | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = query.shape[:2]
+        # [B, S, H, K] -> a tensor [1, length, H, K] for each document.
+        queries, keys, values = (
+            heads.flatten(0, 1).unsqueeze(0).split(self.lengths, dim=1)
+            for heads in (query, key, value)
+        )
+        found: list[Tensor] = []
+        for own in zip(queries, keys, values, strict=True):
+            found.append(_scaled_dot_product(*own, None, self.scale))
+        return torch.cat(found, dim=1).squeeze(0).unflatten(0, rows)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Decoder(CausalDecoder):
         check_experts_fit(spec, tp.expert_parallel.size)
         self.added_layers = added_layers
         self._run_recomputed = run_recomputed
+        self._compiled = False
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
@@ -135,6 +136,7 @@ class Decoder(CausalDecoder):
         """
         # A kind of layer has a graph for each path that it runs, with and without gradients.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self._compiled = True
         for layer in self.layers:
             layer.compile(backend=backend, fullgraph=True)
         if self.kept_results != "nothing":
@@ -297,6 +299,7 @@ class Decoder(CausalDecoder):
             window=window,
             scale=self.spec.attention_scale,
             softcap=softcap,
+            compiled=self._compiled,
         )
 
     def recomputed_layers(self) -> Iterator[nn.Module]:

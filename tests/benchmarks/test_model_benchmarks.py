@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import (
     checkpoint,
+    cpu_attention,
     expansion_loading,
     generation_speed,
     host_operations,
@@ -130,6 +131,17 @@ def test_expansions_are_loaded_with_their_base(tmp_path, monkeypatch):
     for row in rows:
         assert 0 < row["seconds_unread"] < row["seconds"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "the models are gone"
+
+
+@pytest.mark.parametrize("dtype", cpu_attention.TYPES)
+def test_documents_of_every_length_are_attended_to(dtype, tmp_path, monkeypatch):
+    options = ["--sequence-lengths", 16, 64, "--turns", 1, "--dtype", dtype]
+    rows = rows_of(cpu_attention, tmp_path, monkeypatch, *options)
+    assert [row["document"] for row in rows] == [16, 8, 4, 1, 64, 32, 16, 4]
+    for row in rows:
+        assert row["documents_ms"] > 0 and row["masked_ms"] > 0
+        # Of values of about 1, in the type's steps.
+        assert row["difference"] <= {"fp32": 1e-5, "bf16": 0.1}[dtype]
 
 
 @pytest.mark.parametrize("of_chats", [False, True])

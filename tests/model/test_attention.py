@@ -1,4 +1,4 @@
-"""Every attention kernel against the masked one, forward and backward; and what the CUDA path never
+"""Every attention kernel against a literal one, forward and backward; and what the CUDA path never
 allocates."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from benchmarks.gpu.attention import literal_attention
 from pipeline.methods.registry import method_for
 from pipeline.model.attention import (
     CausalAttention,
+    DocumentAttention,
     Documents,
     FlexAttention,
     MaskedAttention,
@@ -139,7 +140,12 @@ def test_kernels_agree(layout, heads, window, scale, softcap, varlen_on_the_cpu)
 
     expected = results(literal, inputs)
     options = {"window": window, "scale": scale, "softcap": softcap}
-    kernels = {"masked": attention_kernel(documents, CPU, torch.float32, head_dim, **options)}
+    kernels = {
+        "of the CPU": attention_kernel(documents, CPU, torch.float32, head_dim, **options),
+        "of compiled layers": attention_kernel(
+            documents, CPU, torch.float32, head_dim, compiled=True, **options
+        ),
+    }
     if layout == "one document" and window is None:
         kernels["causal"] = attention_kernel(None, CPU, torch.float32, head_dim, scale=scale)
     for name, kernel in kernels.items():
@@ -177,7 +183,28 @@ def test_the_kernel_suits_the_device():
     assert isinstance(
         attention_kernel(documents, CUDA, torch.bfloat16, 64, softcap=50.0), FlexAttention
     )
-    assert isinstance(attention_kernel(documents, CPU, torch.bfloat16, 64), MaskedAttention)
+    for options, of_documents in (
+        ({}, DocumentAttention),
+        ({"window": 7}, MaskedAttention),
+        ({"softcap": 50.0}, MaskedAttention),
+        ({"compiled": True}, MaskedAttention),  # the same graph for every batch
+    ):
+        kernel = attention_kernel(documents, CPU, torch.bfloat16, 64, **options)
+        assert isinstance(kernel, of_documents), options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_has_the_same_bits_whatever_else_is_in_its_batch(dtype):
+    query, key, value = heads_of(6, 2, 64, dtype)
+    batch = attention_kernel(documents_of([[5, 16, 3], [1, 1, 22]]), CPU, dtype, 64)
+    whole = results(batch, [query, key, value])
+    own = [heads[:1, 5:21].detach().requires_grad_() for heads in (query, key, value)]
+    alone = attention_kernel(documents_of([[16]]), CPU, dtype, 64)(*own)
+    assert torch.equal(alone, whole[0][:1, 5:21])
+    weights = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(2))
+    found = torch.autograd.grad((alone * weights[:1, 5:21]).sum(), own)
+    for gradient, expected in zip(found, whole[1:], strict=True):
+        assert torch.equal(gradient, expected[:1, 5:21])
 
 
 def pairs_of_tokens(spec, method, device, folder):
@@ -186,7 +213,8 @@ def pairs_of_tokens(spec, method, device, folder):
     with device, default_dtype(torch.bfloat16):
         model = method_for(METHODS[method], folder, SEED).build(spec, SINGLE, "none")
     tokens = torch.zeros(2, length, dtype=torch.long, device=device)
-    documents = Documents(tokens, torch.zeros(6, dtype=torch.int32, device=device), (3, 2))
+    starts = torch.tensor([0, 64, 128, length, 288, 2 * length], dtype=torch.int32, device=device)
+    documents = Documents(tokens, starts, (3, 2))
     seen: set[tuple[int, ...]] = set()
     with Watched(lambda _, taken, made: seen.update(tuple(tensor.shape) for tensor in made)):
         model(tokens, tokens, None, documents).total.backward()
@@ -199,4 +227,6 @@ def test_no_tensor_of_all_pairs_of_tokens_is_made_on_a_gpu(base, name, method, t
     """The meta device stands for the GPU, and takes its kernels."""
     spec = base(name).spec
     assert pairs_of_tokens(spec, method, torch.device("meta"), tmp_path) == set()
-    assert (2, 1, 192, 192) in pairs_of_tokens(spec, method, CPU, tmp_path)
+    # The test sees them where they are: a CPU masks windows.
+    on_cpu = pairs_of_tokens(spec, method, CPU, tmp_path)
+    assert ((2, 1, 192, 192) in on_cpu) == (name != "llama")

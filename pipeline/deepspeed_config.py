@@ -49,6 +49,16 @@ _ALLOWED = {
 _BROKEN = {
     "zero_optimization.zero_quantized_nontrainable_weights": "it destroys a base that is frozen",
     "zero_optimization.leaf_module": "with a frozen base the backward pass fails",
+    # It makes modules leaves, too.
+    "zero_optimization.stage3_module_granularity_threshold": (
+        "with a frozen base the backward pass fails"
+    ),
+    # It tells where a parameter lies by an order in which the parameters do not lie.
+    "zero_optimization.round_robin_gradients": (
+        "checkpoints would hold parameters under each other's names"
+    ),
+    "bf16.bf16_master_weights_and_grads": "checkpoints hold weights and moments in fp32",
+    "bf16.bf16_optimizer_states": "checkpoints hold weights and moments in fp32",
 }
 _DTYPES = {
     "fp32": torch.float32,
@@ -302,6 +312,18 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C
                 f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the "
                 "weights silently; remove it, or use tp_size 1"
             )
+    offloads = settings.get("zero_optimization.offload_optimizer.device", "none") != "none"
+    accumulates_apart = (
+        settings.get("bf16.enabled")
+        and _DTYPES.get(settings.get("data_types.grad_accum_dtype")) is torch.float32
+    )
+    if stage in (1, 2) and offloads and accumulates_apart:
+        # DeepSpeed clears only a part of the gradients where it skips a step.
+        yield (
+            f"zero_optimization.offload_optimizer: with data_types.grad_accum_dtype fp32 under "
+            f"ZeRO-{stage} a gradient that is not finite would stay in all later steps; remove one "
+            "of the two, or take ZeRO-3"
+        )
     if settings.get("zero_optimization.offload_optimizer.device") == "nvme":
         yield (
             "zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; "

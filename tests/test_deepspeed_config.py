@@ -58,6 +58,30 @@ def test_shipped_files_are_accepted(path):
             1,
             "leaf_module: with a frozen base",
         ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 100_000}},
+            1,
+            "granularity_threshold: with a frozen base",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
+            1,
+            "round_robin_gradients: checkpoints would hold",
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            1,
+            "bf16_optimizer_states: checkpoints hold",
+        ),
+        (
+            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            1,
+            "offload_optimizer: with data_types.grad_accum_dtype fp32 under ZeRO-2",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, values, tp_size, message):

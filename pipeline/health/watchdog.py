@@ -81,6 +81,7 @@ class RankWatchdog:
         self._is_interrupted = is_interrupted
         self._main_thread = threading.main_thread().ident or 0
         self._last_message: Message | None = None
+        self._continued_at = -math.inf
 
     def __enter__(self) -> RankWatchdog:
         """Connects the ranks and starts the thread.
@@ -168,6 +169,7 @@ class RankWatchdog:
         if paused_s > self._limits.beat_every_s:
             # This process itself was stopped, as by SIGSTOP, and received nothing meanwhile.
             self._health.extend_deadline(paused_s)
+            self._continued_at = time.monotonic()
         if self._health.verdict is None and self._is_interrupted():
             self._channel.send(_INTERRUPTED)
             self._health.accept(INTERRUPTION)
@@ -186,7 +188,8 @@ class RankWatchdog:
             node=node(),
             step=state.step,
             phase=state.phase,
-            phase_s=round(time.monotonic() - state.since, 1),
+            # Not the time for which the process was stopped: it would count as hung.
+            phase_s=round(time.monotonic() - max(state.since, self._continued_at), 1),
             entered=state.entered,
             at=function,
             waiting=waiting,
@@ -228,7 +231,7 @@ def heartbeat_interval_s(limits: WatchdogSettings, ranks: int) -> float:
     Rank 0 receives about 100 heartbeats a second, however many ranks there are. At least two of
     each rank arrive before the rank counts as dead.
     """
-    return max(limits.beat_every_s, min(ranks / 100, limits.dead_after_s / 2))
+    return min(max(limits.beat_every_s, ranks / 100), limits.dead_after_s / 2)
 
 
 def lost_a_peer(error: BaseException) -> bool:

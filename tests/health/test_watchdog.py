@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -150,6 +151,14 @@ def disturbed(rank: int, disturb: Callable[[], None], phases: Phases) -> None:
     steps(phases, disturb_this_rank)
 
 
+def paused() -> None:
+    """Stops the process for longer than a phase may take, as Slurm does that suspends a job."""
+    continued = f"sleep {SOON_HUNG.hung_after_s + 2}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", continued]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # The phase goes on for some heartbeats.
+
+
 def agreed_fault(phases: Phases) -> None:
     """A fault of one rank, which all ranks raise together."""
 
@@ -172,6 +181,7 @@ SCENARIOS: dict[str, tuple[Callable[[Phases], None], Settings, int | None]] = {
     "last stopped": (partial(disturbed, 2, partial(killed, signal.SIGSTOP)), SOON_DEAD, 2),
     "last hangs": (partial(disturbed, 2, hang), SOON_HUNG, None),
     "first hangs": (partial(disturbed, 0, hang), SOON_HUNG, None),
+    "all paused": (partial(steps, disturb=paused), SOON_HUNG, None),
     "nothing": (partial(disturbed, -1, fail), PATIENT, None),
     "last killed": (partial(disturbed, 2, partial(killed, signal.SIGKILL)), PATIENT, None),
     "first killed": (partial(disturbed, 0, partial(killed, signal.SIGKILL)), PATIENT, None),
@@ -185,7 +195,7 @@ SCENARIOS: dict[str, tuple[Callable[[Phases], None], Settings, int | None]] = {
 """What the ranks do, the limits, and the rank that is stopped, to be killed after the others have
 ended.
 """
-TOGETHER = 4
+TOGETHER = 5
 """The first of them mostly wait, and run at the same time."""
 
 
@@ -213,7 +223,7 @@ def ends_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[End]]]:
     return ends_of_scenario
 
 
-@pytest.mark.parametrize("scenario", ["nothing", "all slow"])
+@pytest.mark.parametrize("scenario", ["nothing", "all slow", "all paused"])
 def test_ranks_that_work_are_left_alone(scenario, ends_of):
     _, ends = ends_of(scenario)
     assert [end.code for end in ends] == [0] * RANKS
@@ -301,3 +311,5 @@ def test_a_second_keystroke_ends_ranks_that_wait_in_a_collective(ends_of):
 def test_of_thousands_each_sends_less_often_but_twice_before_it_is_given_up(ranks, every_s):
     limits = Settings(beat_every_s=5, dead_after_s=60)
     assert heartbeat_interval_s(limits, ranks) == every_s
+    impatient = Settings(beat_every_s=5, dead_after_s=4)
+    assert heartbeat_interval_s(impatient, ranks) == 2

@@ -285,8 +285,8 @@ class CheckpointManager:
         elif named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*")):
             raise CheckpointError(
                 f"{self.folder}: no checkpoint is whole; the damaged ones end in "
-                f"{folders.DAMAGED}. Copy a whole one back, or remove the folder to start the run "
-                "from step 0"
+                f"{folders.DAMAGED}. Copy a whole one back, or name another `folder` in the "
+                "configuration to train from step 0"
             )
         if not found:
             return None

@@ -16,7 +16,7 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     `final_learning_rate_fraction` of the peak: along a line, along half a cosine, or (wsd) along a
     line over the last `decay_fraction` of the steps only.
     """
-    warmup_steps = math.ceil(schedule.warmup_fraction * schedule.steps)
+    warmup_steps = _steps_of(schedule.warmup_fraction, schedule)
     if step < warmup_steps:
         # step + 1: at a rate of 0 the first step would train nothing.
         return schedule.learning_rate * (step + 1) / warmup_steps
@@ -26,7 +26,7 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     if schedule.decay == "wsd":
         # Warmup-stable-decay (Hu et al. 2024, MiniCPM): the rate stays at its peak until the decay,
         # so that one run can be ended at several lengths.
-        decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
+        decay_steps = min(decay_steps, _steps_of(schedule.decay_fraction, schedule))
     # From 0 at the start of the decay to 1 at the end of the run.
     progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
     if schedule.decay == "cosine":
@@ -35,6 +35,12 @@ def learning_rate(step: int, schedule: Schedule) -> float:
         remaining = 1 - progress
     final = schedule.final_learning_rate_fraction
     return schedule.learning_rate * (final + (1 - final) * remaining)
+
+
+def _steps_of(fraction: float, schedule: Schedule) -> int:
+    """How many whole steps are at least `fraction` of all."""
+    # 0.07 * 100 is 7.000000000000001, and 7 steps.
+    return math.ceil(round(fraction * schedule.steps, 9))
 
 
 def cooled_rate(rate: float, position: Position, config: RunConfig) -> float:

@@ -157,7 +157,7 @@ class Trainer:
                 # After the validation, whose observers may change the position that is saved.
                 with self.phases("checkpoint"):
                     self.checkpoints.save(self.engine, self.position, required=is_required)
-            if limit_error is not None and not is_last:
+            if limit_error is not None:
                 raise_on_all_ranks(limit_error)
             if stop_requested and not is_last:
                 return
@@ -321,15 +321,21 @@ class Trainer:
             count = self.position.recomputed_steps + 1
             self.position = self.position.changed(recomputed_steps=count)
             event.figures["recomputed_steps"] = count
+        self._count_skipped(event)
 
     def _record_skipped(self, event: StepEvent) -> None:
         """Records a step whose samples were skipped."""
         warn_on_rank0(_logger, "step %d: skipped; no weight was changed", event.step)
-        # Steps to come may be among them, after a rollback.
-        skipped = [step for step in self.position.skipped_steps if step <= event.step]
-        event.figures["skipped_steps"] = len(skipped)
+        self._count_skipped(event)
         if self.position.rollbacks > 0:
             event.figures["rollbacks"] = self.position.rollbacks
+
+    def _count_skipped(self, event: StepEvent) -> None:
+        """Adds to the figures how many steps were skipped so far, if any was."""
+        # Steps to come may be among them, after a rollback.
+        skipped = [step for step in self.position.skipped_steps if step <= event.step]
+        if skipped:
+            event.figures["skipped_steps"] = len(skipped)
 
     def _validate(self, event: StepEvent) -> UserError | None:
         """Scores the held-out parts after a step; `event` gets the figures.

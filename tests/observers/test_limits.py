@@ -36,13 +36,17 @@ def test_forgetting_and_the_lowered_rate_survive_resuming_and_a_run_that_must_st
     config = make_run(tmp_path / "run", tokens, zero=1, **lowers)
     others = {"undisturbed": lowers, "full": FORGETS}
     others["stops"] = {**FORGETS, "forgetting": {"max_increase": 1e-4, "action": "stop"}}
+    others["stops at its end"] = {**others["stops"], "validation__every_steps": 100}
     jobs = [partial(train, config, stop=True), partial(train, config)]
     jobs += [
         partial(train_observed, make_run(tmp_path / name, tokens, zero=1, **own))
         for name, own in others.items()
     ]
     first, second = run_ranks(in_turn, 2, jobs)
-    assert (first[:4], second) == ([RESUME_LATER, 0, 0, 0], [RESUME_LATER, 0, 0, 0, "exit 1"])
+    assert (first[:4], second) == (
+        [RESUME_LATER, 0, 0, 0],
+        [RESUME_LATER, 0, 0, 0, "exit 1", "exit 1"],
+    )
     found = metrics(tmp_path / "run")
     for line in found[1:]:
         increase = line["perplexity/english"] / found[0]["perplexity/english"] - 1
@@ -59,6 +63,10 @@ def test_forgetting_and_the_lowered_rate_survive_resuming_and_a_run_that_must_st
     assert (tmp_path / "stops" / "seen").read_text() == "1", (
         "the end is on record before a slow tracker's end"
     )
+    # Nothing goes on by itself with a model that forgot too much: no gate, no export.
+    assert first[5].startswith("ForgettingError: step 4: forgetting/english ")
+    latest = tmp_path / "stops at its end" / "checkpoints" / "latest"
+    assert latest.read_text().strip() == "step_00000004"
 
 
 def train_observed(config: Path) -> int:

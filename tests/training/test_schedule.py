@@ -45,6 +45,11 @@ def test_a_schedule_rises_and_then_never_again(kind, steps, warmup, decay, final
     assert min(values) > 0 or final == 0
 
 
+def test_a_fraction_is_of_whole_steps_whatever_its_product_rounds_to():
+    values = rates(steps=100, warmup_fraction=0.07)
+    assert values.index(1.0) == 6
+
+
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [

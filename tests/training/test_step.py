@@ -67,6 +67,7 @@ def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(
     found = metrics(tmp_path / "faulty")
     assert found[2].pop("recomputed_steps") == 1
     assert found[3] == {"step": 3, "skipped_steps": 1}
+    assert found[-1]["step"] > 3 and found[-1]["skipped_steps"] == 1, "so far, on every line"
     assert found == metrics(tmp_path / "plain")
 
 

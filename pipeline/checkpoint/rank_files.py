@@ -153,7 +153,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(
             f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint"
         )
-    # All ranks have counted the same steps.
+    # All ranks have counted the same steps, except where stages count by parameter (below).
     with _faults_of(files[0]), safe_open(files[0], "pt") as first_file:
         adam_step = first_file.get_tensor(_STEP)
 

@@ -8,7 +8,7 @@ from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.checkpoint_names import named_checkpoint
 from pipeline.run_folder.metrics import METRICS
-from pipeline.run_folder.status import TRAINING, is_trained
+from pipeline.run_folder.status import TRAINING_FILE, is_trained
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:
@@ -24,14 +24,14 @@ def check_no_checkpoint_is_lost(config: RunConfig) -> None:
     if any(checkpoints.glob("step_*")) or named_checkpoint(checkpoints) is not None:
         return
     kept: list[str] = []
-    for name in (TRAINING, METRICS):
+    for name in (TRAINING_FILE, METRICS):
         if (folder / name).exists():
             kept.append(name)
     saved = 0
     for attempt in read_attempts(folder):
         saved = max(saved, attempt.newest_checkpoint_step)
     if is_trained(folder):
-        found = f"{folder / TRAINING} says that the run is trained"
+        found = f"{folder / TRAINING_FILE} says that the run is trained"
     elif kept and saved:
         found = f"{folder / ATTEMPTS} says that the run was saved at step {saved}"
     else:

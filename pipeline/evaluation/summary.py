@@ -25,7 +25,7 @@ from pipeline.files.json_files import read_object, write_json
 from pipeline.gating.folder import GATE_FOLDER, GateRecord, open_record
 from pipeline.gating.open_old_text import warn_of_open_old_text
 from pipeline.hf.folder_kinds import EXPORT
-from pipeline.run_folder.status import SUMMARY, TRAINING
+from pipeline.run_folder.status import SUMMARY, TRAINING_FILE
 
 _logger = log.get_logger(__name__)
 
@@ -60,7 +60,7 @@ def summarise(
     summary = config.folder / SUMMARY
     _logger.info("%s: evaluating the base and the export", config.folder)
     training = _result(
-        config.folder / TRAINING, CheckpointError, "the run must be trained to its end first"
+        config.folder / TRAINING_FILE, CheckpointError, "the run must be trained to its end first"
     )
     verification = _result(hf_folder / VERIFICATION, ConversionError, "run scale-cpt convert first")
     gate = None

@@ -11,7 +11,6 @@ from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
 from pipeline.observers.performance import PerformanceMetrics, Profiler
 from pipeline.observers.prompts import PromptTexts
 from pipeline.observers.trackers import make_trackers
-from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer
 from pipeline.training.trainer import Trainer
 
@@ -37,12 +36,5 @@ def make_observers(trainer: Trainer) -> list[Observer]:
         observers.append(HeldoutLines(config))
         observers.append(MetricsFiles(config.folder, step, trainer.stages))
         observers.append(ProgressDisplay(step, config.schedule.steps, config.metrics.log_every_s))
-
-    def make_on_rank0() -> list[Observer]:
-        if trainer.rank != 0:
-            return []
-        return make_trackers(config)
-
-    # Together: where a tracker cannot start, all ranks end.
-    observers += run_on_all_ranks(make_on_rank0)
+        observers += make_trackers(config)
     return observers

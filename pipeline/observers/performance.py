@@ -17,8 +17,6 @@ from pipeline.training.trainer import Trainer
 
 PROFILE = "profile"
 """The folder of the traces, in the run folder."""
-MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_")
-"""Prefixes of figures that are measured. Only in these do identical runs differ."""
 _GIB = 2**30
 _logger = log.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.slurm_job import SlurmJob, slurm_job
 
-TRAINING = "training.json"
+TRAINING_FILE = "training.json"
 SUMMARY = "summary.json"
 """The scores of base and export, which scale-cpt evaluate writes."""
 # Only the end of metrics.jsonl, which may have a million lines, is read.
@@ -80,7 +80,7 @@ class RunStatus:
 
 def is_trained(folder: Path) -> bool:
     """Whether the run in `folder` is trained to its last step."""
-    return (folder / TRAINING).exists()
+    return (folder / TRAINING_FILE).exists()
 
 
 def unfinished_progress(folder: Path) -> str | None:

@@ -31,7 +31,7 @@ from pipeline.model.flash_attention import activate_flash_attention
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
-from pipeline.run_folder.status import TRAINING
+from pipeline.run_folder.status import TRAINING_FILE
 from pipeline.training.deepspeed_internals.lifecycle import check_config
 from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
 from pipeline.training.trainer import ObserverFactory, Trainer
@@ -185,7 +185,7 @@ def attempt(
 
 def _record_start(trainer: Trainer) -> None:
     """On rank 0: records the start, and removes the mark of a run that more steps were added to."""
-    (trainer.config.folder / TRAINING).unlink(missing_ok=True)
+    (trainer.config.folder / TRAINING_FILE).unlink(missing_ok=True)
     record_training(trainer.config, dist.get_world_size(), trainer.position.step)
     spec = trainer.inputs.spec
     slow = kind_of(spec).missing_kernels(spec)
@@ -196,7 +196,7 @@ def _record_start(trainer: Trainer) -> None:
 def summarise(trainer: Trainer) -> None:
     """Writes the run's figures to training.json, whose presence marks the run as finished."""
     position = trainer.position
-    path = trainer.config.folder / TRAINING
+    path = trainer.config.folder / TRAINING_FILE
     validation = {name: score.figures() for name, score in trainer.scores.items()}
     values = {
         "step0_max_abs_logit_difference": trainer.step0_difference,

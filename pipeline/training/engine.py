@@ -258,9 +258,8 @@ class Engine:
         first, values, counts = optimizer_state.held_by_rank(
             self._engine, self.model, self._optimizer
         )
-        adam_step = torch.tensor(0.0)
-        for count in counts.values():
-            adam_step = count
+        # Equal for all parameters, unless stages train others: those are kept by name.
+        adam_step = next(reversed(counts.values()), torch.tensor(0.0))
         adam_steps: dict[str, int] = {}
         if self._has_several_counts:
             adam_steps = {name: int(count) for name, count in counts.items()}

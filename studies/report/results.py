@@ -15,7 +15,7 @@ from pipeline.files.json_files import first_fault, read_object
 from pipeline.files.reading import read_bytes
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText, KindFigures, open_record
 from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, read_history
-from pipeline.run_folder.status import TRAINING, is_trained
+from pipeline.run_folder.status import TRAINING_FILE, is_trained
 
 SUMMARY = "summary.json"
 REPLAY = "replay"
@@ -135,7 +135,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         "after": after.figures,
     }
     if is_trained(folder):
-        trained = read_object(folder / TRAINING, RunFolderError)
+        trained = read_object(folder / TRAINING_FILE, RunFolderError)
         for key in _FROM_TRAINING:
             if key in trained:
                 found[key] = trained[key]

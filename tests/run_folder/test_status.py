@@ -29,7 +29,7 @@ from pipeline.run_folder.metrics import readable
 from pipeline.run_folder.retry import decide_retry
 from pipeline.run_folder.serial_stage import serial_stage
 from pipeline.run_folder.slurm_job import slurm_job
-from pipeline.run_folder.status import TRAINING, as_text, read_status
+from pipeline.run_folder.status import TRAINING_FILE, as_text, read_status
 from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.training.runs import STEPS, make_run, train
@@ -202,7 +202,7 @@ def test_an_unfinished_run_says_its_step_where_it_is_converted_or_lacks_a_gate(
     shown = scale_cpt("gate", *gated)
     assert f"{progress}: the run is not finished\n" in shown.stderr, shown.stderr
 
-    (run / TRAINING).touch()
+    (run / TRAINING_FILE).touch()
     shown = scale_cpt("convert", run)
     assert shown.returncode == 0 and "not finished" not in shown.stderr
     with pytest.raises(CheckpointError, match="the gate is not fitted yet: run the stage gate"):
@@ -223,7 +223,7 @@ def test_a_serial_stage_is_recorded_while_it_runs_and_after_its_end_or_fault(con
 
 def test_a_trained_run_is_not_done_while_a_stage_works_or_was_interrupted(config):
     with serial_stage(config, "train"):
-        (config.folder / TRAINING).touch()
+        (config.folder / TRAINING_FILE).touch()
     assert state_of(config.folder) == ("done", "all steps are done")
     with pytest.raises(KeyboardInterrupt), serial_stage(config, "evaluate"):
         state, why = state_of(config.folder)
@@ -350,7 +350,7 @@ def test_a_trained_run_is_done_when_its_job_has_no_stage_to_come(
 ):
     slurm(job)
     with serial_stage(config, stage):
-        (config.folder / TRAINING).touch()
+        (config.folder / TRAINING_FILE).touch()
     found, why = state_of(config.folder)
     assert found == state and why.startswith(said)
 

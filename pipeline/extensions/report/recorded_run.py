@@ -22,7 +22,7 @@ from pipeline.run_folder.attempts import Training, read_attempts
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import (
     SUMMARY,
-    TRAINING,
+    TRAINING_FILE,
     RunStatus,
     is_trained,
     read_status,
@@ -130,7 +130,7 @@ def read_run(folder: Path) -> RecordedRun:
         metrics=read_run_metrics(folder),
         texts=read_written_texts(folder),
         training=training,
-        trained=_read(folder / TRAINING, TrainedRun) if is_trained(folder) else None,
+        trained=_read(folder / TRAINING_FILE, TrainedRun) if is_trained(folder) else None,
         gate=read_gate_figures(folder),
         scores=_read(folder / SUMMARY, Scores) if (folder / SUMMARY).is_file() else None,
         stored_bytes=_stored_bytes(folder),

@@ -49,7 +49,7 @@ $(SMOLLM2)/gguf_origin.json: | $(CORE)
 	$(BIN)/python -m studies.smollm2.base --output $(SMOLLM2)
 
 # The studies: studies/Makefile has their commands.
-real: smollm2  ## a real chat model of 135 million parameters learns Korean, with new tokens and without: from text to answers, over an hour on two cores (QUICK=1: ten minutes)
+real: smollm2  ## a real chat model of 135 million parameters learns Korean, with new tokens and without: from text to answers, an hour on two cores (QUICK=1: ten minutes)
 reproduce-korean:  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
 frontier:  ## what is learned and forgotten with self-generated text and with a gate, hours on two cores (QUICK=1: one to two hours)
 expansions:  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes

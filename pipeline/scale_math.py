@@ -56,16 +56,24 @@ def rms_normalised(x: Tensor, mean_square: Tensor, eps: float) -> Tensor:
     return x.float() * torch.rsqrt(mean_square + eps)
 
 
-def with_gain(normal: Tensor, weight: Tensor, dtype: torch.dtype, gain_offset: bool) -> Tensor:
+def with_gain(
+    normal: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    gain_offset: bool,
+    rounds_once: bool = False,
+) -> Tensor:
     """The result of an RMSNorm in `dtype`: normal [..., D] in fp32, weight [D].
 
-    With `gain_offset` the gain is 1 + weight, by which transformers multiplies in fp32. A gain
-    without offset multiplies after rounding.
+    With `gain_offset` the gain is 1 + weight. That one multiplies in fp32, as every gain does with
+    `rounds_once`; others multiply after rounding.
     """
+    # The orders of transformers' norms: Gemma's, OLMo 2's and Llama's. Another order differs in the
+    # last bits of bf16, and preservation is checked to the bit.
     if gain_offset:
         return (normal * (1 + weight.float())).to(dtype)
-    # The order of transformers' LlamaRMSNorm; Gemma's is the one above. The other order differs in
-    # the last bits of bf16, and preservation is checked to the bit.
+    if rounds_once:
+        return (normal * weight.float()).to(dtype)
     return weight * normal.to(dtype)
 
 
@@ -111,13 +119,14 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries or keys [..., K] with their first R channels rotated; cos and sin broadcast to [...,
     R].
 
-    Channel i is paired with channel i + R / 2, as in transformers.
+    Channel i is paired with channel i + R / 2, as in transformers. The result has the type of the
+    heads, also where cos and sin are in fp32.
     """
     width = cos.shape[-1]
     half = width // 2
     rotated = heads[..., :width]
     partner = torch.cat([-rotated[..., half:], rotated[..., :half]], dim=-1)
-    rotated = rotated * cos + partner * sin
+    rotated = (rotated * cos + partner * sin).to(heads.dtype)
     if width == heads.shape[-1]:
         return rotated
     return torch.cat([rotated, heads[..., width:]], dim=-1)

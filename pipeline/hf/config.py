@@ -37,6 +37,7 @@ _SAME_NAME = (
     "tie_word_embeddings",
     "norm_placement",
     "gain_offset",
+    "rounds_once",
     "query_key_norm",
     "embedding_scale",
     "attention_scale",

@@ -267,6 +267,7 @@ class Decoder(CausalDecoder):
         # once.
         tables: dict[RotarySpec | None, RotaryTable | None] = {None: None}
         kernels: dict[int | None, Attend] = {}
+        table_dtype = torch.float32 if self.spec.rounds_once else dtype
         contexts: dict[LayerKind, Context] = {}
         for kind in dict.fromkeys(self.spec.layers):
             window = kind.window
@@ -277,7 +278,9 @@ class Decoder(CausalDecoder):
             if window not in kernels:
                 kernels[window] = self._attention_kernel(window, tokens, documents, dtype)
             if kind.rotary is not None and kind.rotary not in tables:
-                tables[kind.rotary] = self.rotary.table(kind.rotary, positions, documents, dtype)
+                tables[kind.rotary] = self.rotary.table(
+                    kind.rotary, positions, documents, table_dtype
+                )
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
         recomputed = partial(self._run_recomputed, kept=self.kept_results)

@@ -97,13 +97,18 @@ class DecoderLayer(nn.Module):
         streams = (x, x_up)
         normed = apply_norm(self.attention_norm, streams, open_tokens)
         attended = self.attention(*normed, context, open_tokens=open_tokens)
-        summed = _add(streams, apply_norm(self.attention_post_norm, attended, open_tokens))
-        # With parallel residuals (GPT-NeoX) the FFN reads what attention read.
-        ffn_input = streams if self.parallel_residual else summed
-        fed = self.ffn(*apply_norm(self.ffn_norm, ffn_input, open_tokens), open_tokens=open_tokens)
+        change = apply_norm(self.attention_post_norm, attended, open_tokens)
         # x and x_up are never added to each other here: what the expansion does to the base goes
         # through W12 alone.
-        return _add(summed, apply_norm(self.ffn_post_norm, fed, open_tokens))
+        if not self.parallel_residual:
+            streams = _add(streams, change)
+        fed = self.ffn(*apply_norm(self.ffn_norm, streams, open_tokens), open_tokens=open_tokens)
+        fed = apply_norm(self.ffn_post_norm, fed, open_tokens)
+        if self.parallel_residual:
+            # With parallel residuals (GPT-NeoX) the FFN reads what attention read, and transformers
+            # adds the two changes first: another order rounds otherwise.
+            fed = _add(fed, change)
+        return _add(streams, fed)
 
 
 class Attention(nn.Module):
@@ -245,6 +250,7 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
         statistics="separate" if plan is None else plan.norm,
         normed=None if spec.residual is None else spec.residual.normed,
         gain_offset=spec.gain_offset,
+        rounds_once=spec.rounds_once,
         tp=tp,
     )
 
@@ -264,7 +270,14 @@ def head_norm(
     if plan is not None and plan.norm == "base" and not is_of_all:
         # An ordinary wider model has one gain for all its heads: the base's.
         added_size = None
-    return WidenedHeadNorm(size, added_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=tp)
+    return WidenedHeadNorm(
+        size,
+        added_size,
+        eps=spec.norm_eps,
+        gain_offset=spec.gain_offset,
+        rounds_once=spec.rounds_once,
+        tp=tp,
+    )
 
 
 def residual_parts(spec: DecoderSpec, plan: ExpansionPlan | None) -> Parts:

@@ -186,7 +186,12 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 
 def _olmo(config: Config) -> dict[str, Any]:
-    return {"norm_placement": "after", "query_key_norm": "all", **_attention_biases(config)}
+    return {
+        "norm_placement": "after",
+        "rounds_once": True,
+        "query_key_norm": "all",
+        **_attention_biases(config),
+    }
 
 
 def _gemma2(config: Config) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class DecoderSpec:
         norm_placement: whether norms stand before attention and FFN, after them (before the sum),
             or both.
         gain_offset: whether an RMSNorm's gain is 1 + weight.
+        rounds_once: whether norms and rotations stay in fp32 to their end, gains, cos and sin
+            included.
         query_key_norm: the RMSNorm of queries and keys: of each head, or of all heads together.
         embedding_scale: what the embedding is multiplied by.
         attention_scale: what the products of queries and keys are multiplied by; None: 1 /
@@ -129,6 +131,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     norm_placement: Literal["before", "after", "both"] = "before"
     gain_offset: bool = False
+    rounds_once: bool = False
     query_key_norm: Literal["none", "head", "all"] = "none"
     embedding_scale: float = 1.0
     attention_scale: float | None = None

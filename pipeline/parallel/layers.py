@@ -208,6 +208,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
         gain_offset: the gain is 1 + weight.
+        rounds_once: the gain multiplies in fp32.
         shared: how the weight's gradient is summed over ranks. In a region (`in_region`) x is this
             rank's heads; between regions it is, under sequence parallelism, this rank's positions.
     """
@@ -219,12 +220,14 @@ class RMSNorm(nn.Module):
         tp: TensorParallel,
         *,
         gain_offset: bool = False,
+        rounds_once: bool = False,
         in_region: bool = False,
     ) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
         self.gain_offset = gain_offset
+        self.rounds_once = rounds_once
         self.tp = tp
         self.shared = sum_gradient_over_replicas if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
@@ -253,7 +256,7 @@ class RMSNorm(nn.Module):
         weight = self.shared(self.weight, self.tp)
         if normal is None:
             normal = self.normalised(x.float(), mean_square)
-        return with_gain(normal, weight, x.dtype, self.gain_offset)
+        return with_gain(normal, weight, x.dtype, self.gain_offset, self.rounds_once)
 
 
 class LayerNorm(nn.Module):

@@ -44,6 +44,7 @@ class WidenedNorm(nn.Module):
         statistics: Literal["separate", "base"] = "separate",
         normed: NormedChannels | None = None,
         gain_offset: bool = False,
+        rounds_once: bool = False,
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
@@ -51,7 +52,9 @@ class WidenedNorm(nn.Module):
         self.normed = normed
         norm: Any = partial(LayerNorm, eps=eps, tp=tp)
         if kind == "rmsnorm":
-            norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset)
+            norm = partial(
+                RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, rounds_once=rounds_once
+            )
         self.base = norm(size)
         self.expansion: nn.Module | None = None
         if expansion_size is not None:
@@ -148,10 +151,18 @@ class WidenedHeadNorm(nn.Module):
         *,
         eps: float,
         gain_offset: bool,
+        rounds_once: bool,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, in_region=True)
+        norm = partial(
+            RMSNorm,
+            eps=eps,
+            tp=tp,
+            gain_offset=gain_offset,
+            rounds_once=rounds_once,
+            in_region=True,
+        )
         self.base = norm(size)
         self.expansion: RMSNorm | None = None
         if expansion_size is not None:

@@ -77,6 +77,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
         tie_word_embeddings=draw(st.booleans()),
         norm_placement=placement,
         gain_offset=draw(st.booleans()),
+        rounds_once=draw(st.booleans()),
         query_key_norm=draw(st.sampled_from(["none", "head", "all"])),
         embedding_scale=draw(NUMBERS),
         attention_scale=draw(OPTIONAL_NUMBERS),

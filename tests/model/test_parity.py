@@ -49,14 +49,23 @@ def test_a_pretrained_model_equals_transformers_and_predicts_english():
     assert nll.mean().exp() < 4, "perplexity of a story by the model's own domain"
 
 
+ROUNDED_OTHERWISE = {"gemma2": "its soft cap of logits is in fp32"}
+MIXTURES = {name for name in CONFIGS if "experts" in repr(CONFIGS[name])}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "llama3 rope", "neox"])
-def test_sixteen_bits_equal_transformers_within_their_precision(base, name):
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - MIXTURES))
+def test_sixteen_bits_equal_transformers(base, name):
+    """To the bit: an export whose gate is shut then is the base. In mixtures the router's rounding
+    chooses other experts."""
     tokens = some_tokens(base(name).spec, 2, 37)
     expected = reference(base(name).path, torch.bfloat16)(tokens).logits.float()
-    epsilon = torch.finfo(torch.bfloat16).eps
     found = unwidened(base(name)).bfloat16().logits(tokens)
-    torch.testing.assert_close(found, expected, rtol=0, atol=epsilon * float(expected.abs().max()))
+    if name in ROUNDED_OTHERWISE:
+        epsilon = torch.finfo(torch.bfloat16).eps
+        assert_near(found, expected, 2 * epsilon)
+    else:
+        assert torch.equal(found, expected)
 
 
 LENGTHS = (5, 16, 9)

@@ -101,6 +101,7 @@ class ScaleConfig(AddedConfig):
     parallel_residual: bool = False
     norm_placement: str = "before"
     gain_offset: bool = False
+    rounds_once: bool = False
     query_key_norm: str = "none"
     embedding_scale: float = 1.0
     attention_scale: float | None = None

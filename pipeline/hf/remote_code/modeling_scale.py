@@ -365,7 +365,8 @@ class ScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # ty
             masks = create_masks_for_generate(
                 self.config, paths[0].x, masks, inputs.cache, inputs.positions
             )
-        tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
+        dtype = torch.float32 if self.config.rounds_once else paths[0].x.dtype
+        tables = [make_table(inputs.positions, dtype) for make_table in self.rotary]
         # One path without open tokens: the base alone.
         is_base_alone = paths[0].open_tokens.none
         opens = None

@@ -386,11 +386,15 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
         results: list[Tensor | None] = []
         for path, change in zip(paths, attended, strict=True):
-            after_attention = _add(path, change.normed(self.attention_post_norm))
-            ffn_input = path if self.parallel_residual else after_attention
-            change = self.ffn(ffn_input.normed(self.ffn_norm))
-            after_ffn = _add(after_attention, change.normed(self.ffn_post_norm))
-            results += [after_ffn.x, after_ffn.x_up]
+            change = change.normed(self.attention_post_norm)
+            if not self.parallel_residual:
+                path = _add(path, change)
+            fed = self.ffn(path.normed(self.ffn_norm)).normed(self.ffn_post_norm)
+            if self.parallel_residual:
+                # In the order of GPT-NeoX: another one rounds otherwise.
+                fed = _add(fed, change)
+            path = _add(path, fed)
+            results += [path.x, path.x_up]
         return tuple(results)
 
 

@@ -117,7 +117,7 @@ class ScaleStreamNorm(nn.Module):
 
     With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale`
     in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight; what open tokens add to a
-    gain (`is_own`) is the weight itself.
+    gain (`is_own`) is the weight itself. With `rounds_once` a gain multiplies in fp32.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class ScaleStreamNorm(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.gain_offset = config.gain_offset and not is_own
+        self.rounds_once = config.rounds_once and not is_own
         self.normed_size = normed_size
         self.rest_scale = config.rest_scale
         self.weight = nn.Parameter(torch.zeros(size) if is_own else torch.ones(size))
@@ -152,11 +153,13 @@ class ScaleStreamNorm(nn.Module):
         """`normal` is what `normalised` made of x, where the caller has it for several norms."""
         source = x if statistics_of is None else statistics_of
         if self.bias is not None:
-            return layer_norm_by(source, x, self.weight, self.bias, self.eps)
+            if statistics_of is None:
+                return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return layer_norm_by(statistics_of, x, self.weight, self.bias, self.eps)
         if normal is None:
             normal = self.normalised(x, source)
         assert normal is not None, "an RMSNorm has no bias"
-        return with_gain(normal, self.weight, x.dtype, self.gain_offset)
+        return with_gain(normal, self.weight, x.dtype, self.gain_offset, self.rounds_once)
 
 
 class ScaleNorm(nn.Module):

@@ -18,6 +18,7 @@ from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
 from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.layers import Gain
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan, added_widths
@@ -249,10 +250,13 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
         eps=spec.norm_eps,
         statistics="separate" if plan is None else plan.norm,
         normed=None if spec.residual is None else spec.residual.normed,
-        gain_offset=spec.gain_offset,
-        rounds_once=spec.rounds_once,
+        gain=_gain(spec),
         tp=tp,
     )
+
+
+def _gain(spec: DecoderSpec) -> Gain:
+    return Gain(spec.gain_offset, spec.rounds_once)
 
 
 def head_norm(
@@ -270,14 +274,7 @@ def head_norm(
     if plan is not None and plan.norm == "base" and not is_of_all:
         # An ordinary wider model has one gain for all its heads: the base's.
         added_size = None
-    return WidenedHeadNorm(
-        size,
-        added_size,
-        eps=spec.norm_eps,
-        gain_offset=spec.gain_offset,
-        rounds_once=spec.rounds_once,
-        tp=tp,
-    )
+    return WidenedHeadNorm(size, added_size, eps=spec.norm_eps, gain=_gain(spec), tp=tp)
 
 
 def residual_parts(spec: DecoderSpec, plan: ExpansionPlan | None) -> Parts:

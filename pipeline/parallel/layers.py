@@ -8,7 +8,7 @@ several of them. In the backward pass the gradient of what several ranks hold is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -203,12 +203,27 @@ class NormedChannels:
         return sum_of_squares(x, self.size, self.rest_scale)
 
 
+class Gain(NamedTuple):
+    """How an RMSNorm multiplies by its weight.
+
+    Attributes:
+        offset: the gain is 1 + weight.
+        rounds_once: it multiplies in fp32.
+    """
+
+    offset: bool = False
+    rounds_once: bool = False
+
+
+PLAIN_GAIN = Gain()
+"""Llama's: the weight itself, by which the rounded x is multiplied."""
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
     Attributes:
-        gain_offset: the gain is 1 + weight.
-        rounds_once: the gain multiplies in fp32.
+        gain: how the weight multiplies.
         shared: how the weight's gradient is summed over ranks. In a region (`in_region`) x is this
             rank's heads; between regions it is, under sequence parallelism, this rank's positions.
     """
@@ -219,15 +234,13 @@ class RMSNorm(nn.Module):
         eps: float,
         tp: TensorParallel,
         *,
-        gain_offset: bool = False,
-        rounds_once: bool = False,
+        gain: Gain = PLAIN_GAIN,
         in_region: bool = False,
     ) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
-        self.gain_offset = gain_offset
-        self.rounds_once = rounds_once
+        self.gain = gain
         self.tp = tp
         self.shared = sum_gradient_over_replicas if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
@@ -256,7 +269,7 @@ class RMSNorm(nn.Module):
         weight = self.shared(self.weight, self.tp)
         if normal is None:
             normal = self.normalised(x.float(), mean_square)
-        return with_gain(normal, weight, x.dtype, self.gain_offset, self.rounds_once)
+        return with_gain(normal, weight, x.dtype, *self.gain)
 
 
 class LayerNorm(nn.Module):

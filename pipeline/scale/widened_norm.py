@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipeline.open_tokens import ALL_OPEN, OpenTokens
-from pipeline.parallel.layers import LayerNorm, NormedChannels, NormKind, RMSNorm
+from pipeline.parallel.layers import PLAIN_GAIN, Gain, LayerNorm, NormedChannels, NormKind, RMSNorm
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import sum_of_squares
@@ -43,8 +43,7 @@ class WidenedNorm(nn.Module):
         eps: float,
         statistics: Literal["separate", "base"] = "separate",
         normed: NormedChannels | None = None,
-        gain_offset: bool = False,
-        rounds_once: bool = False,
+        gain: Gain = PLAIN_GAIN,
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
@@ -52,9 +51,7 @@ class WidenedNorm(nn.Module):
         self.normed = normed
         norm: Any = partial(LayerNorm, eps=eps, tp=tp)
         if kind == "rmsnorm":
-            norm = partial(
-                RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, rounds_once=rounds_once
-            )
+            norm = partial(RMSNorm, eps=eps, tp=tp, gain=gain)
         self.base = norm(size)
         self.expansion: nn.Module | None = None
         if expansion_size is not None:
@@ -150,19 +147,11 @@ class WidenedHeadNorm(nn.Module):
         expansion_size: int | None,
         *,
         eps: float,
-        gain_offset: bool,
-        rounds_once: bool,
+        gain: Gain,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        norm = partial(
-            RMSNorm,
-            eps=eps,
-            tp=tp,
-            gain_offset=gain_offset,
-            rounds_once=rounds_once,
-            in_region=True,
-        )
+        norm = partial(RMSNorm, eps=eps, tp=tp, gain=gain, in_region=True)
         self.base = norm(size)
         self.expansion: RMSNorm | None = None
         if expansion_size is not None:

@@ -12,6 +12,7 @@ stage_runs="" # not empty while it does
 stage_began=0
 stage_code=0
 through_srun="" # not empty if the stage is run by srun
+other_steps=""  # the job's steps that are not the stage's; empty if it starts none, or if unknown
 restarts_here=0 # without Slurm: how often a stage was restarted
 
 run_stage() {
@@ -62,8 +63,11 @@ has_stopped() {
 attempt() {
     : "${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}"
     export ATTEMPT=$series.${SLURM_RESTART_COUNT:-$restarts_here}
-    through_srun=""
-    [[ "$1" != on_every_rank ]] || ! on_slurm || through_srun=true
+    through_srun="" other_steps=""
+    if on_slurm; then
+        [[ "$1" != on_every_rank ]] || through_srun=true
+        [[ "$1" != on_every_rank && "$1" != over_mpi ]] || other_steps=$(list_other_steps) || true
+    fi
     stage_code=$RESUME_LATER
     [[ -z "$stop_signal" ]] || return 0 # the signal came between two stages
     # In the background: bash runs a trap only after the foreground command has ended.
@@ -97,16 +101,28 @@ forward() {
     say "caught SIG$1: asked the stage to save and stop"
 }
 
-# Kills ranks that outlived their launcher, and stopped ones, which react to SIGKILL only.
+# Before a stage starts its own: the step that this script runs in, and all others. Where squeue
+# does not answer it prints nothing, as nothing may be killed then.
+list_other_steps() { list_steps && echo "$THIS_JOB.${SLURM_STEP_ID:-batch}"; }
+
+# The job's steps that srun started; Slurm's own have names, such as batch.
+list_steps() {
+    local steps
+    steps=$(squeue --noheader --steps --jobs="$THIS_JOB" --format=%i 2>/dev/null) || return 1
+    grep -v '[a-z]' <<<"$steps" || true
+}
+
+# Kills ranks that outlived their launcher, and stopped ones, which react to SIGKILL only. Steps
+# from before the stage stay: one may be the user's shell, in which this script runs.
 clear_leftovers() {
     local step steps
     if ! on_slurm; then
         kill -s KILL -- "-$stage_pid" 2>/dev/null || true
         return
     fi
+    [[ -n "$other_steps" ]] || return 0
     for _ in {1..60}; do
-        steps=$(squeue --noheader --steps --jobs="$THIS_JOB" --format=%i 2>/dev/null |
-            grep -v '[a-z]' || true)
+        steps=$(list_steps | grep -vxF "$other_steps" || true)
         [[ -n "$steps" ]] || return 0
         for step in $steps; do
             scancel --signal=KILL "$step" 2>/dev/null || true

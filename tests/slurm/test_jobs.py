@@ -175,6 +175,29 @@ def a_shell_of_srun_starts_the_ranks(cluster: Cluster, folder: Path) -> None:
         assert f"rank {rank} of 2 on n{1 + rank} by gloo: sum 3" in opened.written
 
 
+def a_fault_in_a_shell_of_srun_leaves_the_shell(cluster: Cluster, folder: Path) -> None:
+    """Only the ranks are killed, which outlive their srun."""
+    rank = f"bash -c 'echo $$ >$0/rank.$RANK; sleep 2000 & wait' {folder}"
+    script = stage_script(folder, f"run_stage train on_every_rank {rank}")
+    shell = ["srun", "--nodes=2", "--pty", "bash", "--norc"]
+    with terminal(shell, cluster.environment, folder) as opened:
+        opened.press(f"bash {script}; echo ended with $?\n")
+        opened.wait_for("2 ranks over 2 nodes")
+
+        def ranks() -> list[int]:
+            return [int(path.read_text() or 0) for path in folder.glob("rank.*")]
+
+        assert wait_until(lambda: len(ranks()) == 2 and all(ranks())), opened.written
+        for process in psutil.process_iter(["name", "cmdline"]):
+            line = process.info["cmdline"] or []
+            if process.info["name"] == "srun" and {"slurm/launch.sh", str(folder)} <= {*line}:
+                process.kill()  # also its child, which would end the ranks
+        opened.wait_for("ended with 137")
+        assert wait_until(lambda: not any(map(psutil.pid_exists, ranks()))), opened.written
+        opened.press("exit 0\n")
+        assert opened.end() == 0, opened.written
+
+
 Scenario = Callable[[Cluster, Path], None]
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
@@ -188,6 +211,7 @@ SCENARIOS: dict[str, Scenario] = {
         one_task_of_an_array_is_requeued_alone,
         ranks_meet_over_both_nodes,
         a_shell_of_srun_starts_the_ranks,
+        a_fault_in_a_shell_of_srun_leaves_the_shell,
     )
 }
 

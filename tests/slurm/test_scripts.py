@@ -395,3 +395,37 @@ def test_ranks_see_the_gpus_of_their_node_and_wait_for_a_trackers_end(host: Reco
     assert "--gpu-bind=none" in call and wait > trackers._FINISH_TIMEOUT_S
     environment = host.environment_of("srun")
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+IN_A_SHELL_OF_SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_NTASKS": "1",
+    "SLURM_STEP_ID": "0",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "at_first", "killed"),
+    [("train", "true", ["7.2"]), ("train", "exit 1", []), ("convert", "true", [])],
+    ids=["the stage's", "squeue does not answer", "a stage without steps"],
+)
+def test_a_stage_that_fails_leaves_the_steps_of_others(
+    host: Recorded, stage: str, at_first: str, killed: list[str]
+):
+    """The user's own shell is one, and so is that of somebody who looks on."""
+    steps = host.folder / "steps"
+    steps.write_text("7.batch\n7.extern\n7.0\n7.1\n")
+    host.program("srun", f"echo 7.2 >>{steps}; exit 2")  # a rank that outlives it
+    host.program("squeue", f"[[ -e {host.folder}/srun.env ]] || {at_first}\ncat {steps}")
+    host.program("scancel", f"printf '7.batch\\n7.0\\n7.1\\n' >{steps}")
+    host.program("scontrol", "[[ $* == *hostnames* ]] && echo n1 || echo NodeName=n1 NodeAddr=::1")
+    host.program("python", "exit 2")
+    environment = IN_A_SHELL_OF_SRUN | {"PATH": str(host.folder), "VENV": str(host.folder)}
+    done = bash(PROJECT / "slurm" / "cpt_korean.sh", DEMO, stage, **environment)
+    assert done.returncode == 2, done.stderr
+    calls = (host.folder / "calls").read_text().splitlines()
+    kills = [call.split() for call in calls if call.startswith("scancel ")]
+    assert kills == [["scancel", "--signal=KILL", step] for step in killed]

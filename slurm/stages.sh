@@ -93,7 +93,7 @@ forward() {
     else
         sent=TERM # a background command of a shell without job control ignores INT
     fi
-    stop_signal=$1
+    [[ "$stop_signal" == INT ]] || stop_signal=$1 # the user's wish, whatever comes before the save
     # A shell that was just forked still has its parent's traps and would lose the signal. Another
     # Ctrl-C ends the sleep.
     ((SECONDS - stage_began > 1)) || sleep 1 || true

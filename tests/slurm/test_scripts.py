@@ -429,3 +429,23 @@ def test_a_stage_that_fails_leaves_the_steps_of_others(
     calls = (host.folder / "calls").read_text().splitlines()
     kills = [call.split() for call in calls if call.startswith("scancel ")]
     assert kills == [["scancel", "--signal=KILL", step] for step in killed]
+
+
+def test_an_interrupted_job_is_not_queued_again_at_its_time_limit(host: Recorded):
+    """Slurm's USR1 may come before the save is done."""
+    host.program("scontrol", "echo 'JobId=7 JobState=RUNNING '")
+    host.program("python")
+    saving = host.folder / "saving"
+    body = f"""\
+may_go_on() {{ echo yes; }}
+on_every_rank() {{
+    exec bash -c 'trap "[[ ! -e {saving} ]] || exit 75; >{saving}; kill -s USR1 $PPID" USR1
+        kill -s INT $PPID
+        while true; do sleep 0.2; done'
+}}
+run_stage train on_every_rank"""
+    environment = IN_A_JOB | {"PATH": str(host.folder), "VENV": str(host.folder), "CONFIG": DEMO}
+    done = bash(stage_script(host.folder, body), **environment)
+    assert done.returncode == 75, done.stderr
+    assert "caught SIGINT: " in done.stdout and "caught SIGUSR1: " in done.stdout
+    assert done.stdout.endswith("the same command resumes from there\n")

@@ -80,7 +80,11 @@ attempt() {
 }
 
 # However this script ends, its stage is asked to save and stop.
-end_stage() { [[ -z "$stage_runs" ]] || kill -s TERM "$stage_pid" 2>/dev/null || true; }
+end_stage() {
+    local sent=TERM
+    [[ -z "$through_srun" ]] || sent=USR1 # at TERM srun kills every rank
+    [[ -z "$stage_runs" ]] || kill -s "$sent" "$stage_pid" 2>/dev/null || true
+}
 
 # Passes signal $1 on to the stage, as a signal that its command takes as "save and stop".
 forward() {
@@ -89,7 +93,7 @@ forward() {
     if ! on_slurm; then
         [[ "$1" != HUP ]] || sent=TERM
     elif [[ -n "$through_srun" && -z "$is_second_interrupt" ]]; then
-        sent=USR1 # at TERM srun kills every rank
+        sent=USR1 # as in end_stage
     else
         sent=TERM # a background command of a shell without job control ignores INT
     fi

@@ -449,3 +449,17 @@ run_stage train on_every_rank"""
     assert done.returncode == 75, done.stderr
     assert "caught SIGINT: " in done.stdout and "caught SIGUSR1: " in done.stdout
     assert done.stdout.endswith("the same command resumes from there\n")
+
+
+def test_a_job_that_ends_in_another_way_lets_its_ranks_save(host: Recorded):
+    """At TERM srun would kill them."""
+    host.program("scontrol")
+    host.program("python")
+    body = """\
+on_every_rank() {
+    exec bash -c 'trap "echo saved; exit 75" USR1; kill -s QUIT $PPID; while true; do sleep 0.2; done'
+}
+run_stage train on_every_rank"""
+    environment = IN_A_JOB | {"PATH": str(host.folder), "VENV": str(host.folder)}
+    done = bash(stage_script(host.folder, body), **environment)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (131, "saved"), done.stderr

@@ -40,7 +40,10 @@ else
     if [[ "$submitted" == *"submitted: job "* ]]; then
         after=afterany:${submitted##*submitted: job }
         again=(slurm/clean_corpus.sh "$CONFIG" "${changes[@]}" "${arguments[@]}")
-        say "continued by job $(submit_afresh --dependency="$after" "${again[@]}")"
+        next=$(submit_afresh --dependency="$after" "${again[@]}") ||
+            die "no job continues after these arrays, as sbatch refused it (above):" \
+                "when they have ended, submit this script again"
+        say "continued by job $next"
     fi
 fi
 say "done"

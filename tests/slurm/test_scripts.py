@@ -463,3 +463,15 @@ run_stage train on_every_rank"""
     environment = IN_A_JOB | {"PATH": str(host.folder), "VENV": str(host.folder)}
     done = bash(stage_script(host.folder, body), **environment)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (131, "saved"), done.stderr
+
+
+def test_cleaning_whose_next_job_is_refused_does_not_say_done(host: Recorded):
+    host.program("python", "echo 'submitted: job 12'")
+    host.program("sbatch", "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1")
+    host.program("scontrol")
+    tools = {"PATH": str(host.folder), "VENV": str(host.folder), "SLURM_JOB_PARTITION": "all"}
+    done = bash(PROJECT / "slurm" / "clean_corpus.sh", DEMO, **IN_A_JOB, **tools)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "submitted: job 12"
+    assert done.stderr.splitlines()[0] == "sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    assert done.stderr.splitlines()[1].startswith("error: no job continues after these arrays")

@@ -56,6 +56,8 @@ set -- "${options[@]}"
 
 if [[ " $*" == *" --checkpoint"* ]]; then
     unset CONFIG # the checkpoint is named without its run
+    # shellcheck disable=SC2034  # try_again reads it
+    requeues_without_run=true
     announce "conversion of a checkpoint"
     run_stage convert here python -m pipeline convert "$@"
 else

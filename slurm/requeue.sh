@@ -36,10 +36,14 @@ job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobSt
 
 # scale-cpt may-retry decides. If it fails itself (an unmounted file system), a fault that is not
 # the user's is tried again while the job, or this call of the script, has restarted less often than
-# it may without progress.
+# it may without progress. So it is where there is no run, in whose folder attempts are counted.
 may_go_on() {
     local stage=$1 code=$2 verdict=0
     local most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3}
+    if [[ -z "${CONFIG:-}" ]]; then
+        may_restart "$code" "$idle" "$most"
+        return
+    fi
     # scale-cpt may-retry would meet a fault of the configuration again, and print it again.
     [[ "$code" != "$CONFIG_ERROR" ]] || return 1
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
@@ -50,13 +54,19 @@ may_go_on() {
         2 | 3) return 1 ;; # the configuration is at fault; no
     esac
     echo "scale-cpt may-retry itself ended with exit code $verdict"
+    may_restart "$code" "$idle" "$most" >/dev/null
+}
+
+may_restart() {
+    local code=$1 limit=$(($2 < $3 ? $2 : $3)) restarts=${SLURM_RESTART_COUNT:-${restarts_here:-0}}
     case "$code" in
         "$USER_ERROR" | "$CONFIG_ERROR" | "$FOLDER_TAKEN" | "$INTERRUPTED") return 1 ;;
-        *)
-            local restarts=${SLURM_RESTART_COUNT:-${restarts_here:-0}}
-            ((restarts < idle && restarts < most))
-            ;;
     esac
+    if ((restarts >= limit)); then
+        echo "it was restarted $restarts times, of at most $limit"
+        return 1
+    fi
+    echo "restart $((restarts + 1)) of at most $limit"
 }
 
 requeue_job() {

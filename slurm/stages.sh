@@ -14,6 +14,7 @@ stage_code=0
 through_srun="" # not empty if the stage is run by srun
 other_steps=""  # the job's steps that are not the stage's; empty if it starts none, or if unknown
 restarts_here=0 # without Slurm: how often a stage was restarted
+requeues_without_run="" # not empty if a job without CONFIG may requeue itself
 
 run_stage() {
     local name=$1 code
@@ -143,7 +144,7 @@ try_again() {
         say "the same command resumes from there"
         return 1
     fi
-    [[ -n "${CONFIG:-}" ]] || return 1
+    [[ -n "${CONFIG:-}" ]] || { [[ -n "$requeues_without_run" ]] && on_slurm; } || return 1
     if ! why=$(may_go_on "$name" "$code"); then
         [[ -z "$why" ]] || say "no further attempt at $name: $why"
         return 1

@@ -313,6 +313,32 @@ def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
     ).read_text() == "python -m pipeline convert --checkpoint=c --base=b --output=o\n"
 
 
+@pytest.mark.parametrize(
+    ("ends", "code", "restarts", "said", "requeued"),
+    [
+        ("kill -s USR1 $PPID; exec sleep 100", 75, "2", "attempt at convert: restart 3 of", True),
+        ("exit 70", 70, "0", "attempt at convert: restart 1 of at most 3", True),
+        ("exit 70", 70, "3", "no further attempt at convert: it was restarted 3 times", False),
+        ("exit 1", 1, "0", "", False),
+    ],
+    ids=["at its time limit", "after a fault", "too often", "after the user's fault"],
+)
+def test_the_job_of_a_conversion_without_a_run_queues_itself_again(
+    host: Recorded, ends: str, code: int, restarts: str, said: str, requeued: bool
+):
+    """Slurm counts its restarts."""
+    host.program("python", ends)
+    host.program("scontrol", "[[ $1 == requeue ]] || echo 'JobId=7 JobState=RUNNING '")
+    environment = IN_A_JOB | {"PATH": str(host.folder), "VENV": str(host.folder)}
+    environment["SLURM_RESTART_COUNT"] = restarts
+    script = PROJECT / "slurm" / "convert_checkpoint.sh"
+    done = bash(script, "--checkpoint=c", "--base=b", "--output=o", **environment)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout
+    calls = (host.folder / "calls").read_text().splitlines()
+    assert ("scontrol requeue 7" in calls) == requeued
+
+
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])
 def test_mpi_starts_the_images_python_with_the_hosts_launcher(host: Recorded, launcher: str):
     host.program(launcher.split()[0])

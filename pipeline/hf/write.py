@@ -25,7 +25,6 @@ from pipeline.files.hashes import file_hash
 from pipeline.files.json_files import write_json
 from pipeline.files.publishing import write_text
 from pipeline.hf.base_files import copy_base_files
-from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.tokenizer_files import add_tokenizer_json
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
@@ -36,8 +35,6 @@ FILE_BYTES = 2**30
 CONFIGURATION = "configuration_"
 """How the names of files of code begin that define a configuration, which transformers imports
 first."""
-CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
-"""The file of code that every folder of the scale format carries."""
 _INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 """The types of tables of ids, by their names in safetensors."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
-from pipeline.hf.write import CONFIGURATION_FILE, code_files, copy_code, write_hf_folder
+from pipeline.hf.write import code_files, copy_code, write_hf_folder
 from tests.conversion.checkpoints import without_this_project
 from tests.conversion.exports import choose_export
 
@@ -67,5 +67,5 @@ def test_the_hash_is_of_every_file_of_code(tmp_path):
         folder.mkdir()
         copy_code(folder, files)
         assert {file.name for file in folder.iterdir()} == {file.name for file in code}
-        written.append((folder / CONFIGURATION_FILE).read_text())
+        written.append((folder / "configuration_scale.py").read_text())
     assert written[0] == written[1] != written[2]

@@ -70,10 +70,6 @@ class Packing:
         return {"bits": self.bits, "own_tokens": ids}
 
 
-FOUR_BITS = Packing()
-"""The default: 4 bits, and the rows of all tokens."""
-
-
 def difference_export(model: TrainedModel, dtype: torch.dtype, packing: Packing) -> Export:
     """The base, the packed difference of the trained model from it, and the gate.
 

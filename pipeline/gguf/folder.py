@@ -133,10 +133,44 @@ def _loaded_model(file: GgufFile) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        file.path.parent, gguf_file=file.path.name, dtype=getattr(torch, file.dtype)
+    model: PreTrainedModel
+    model, found = AutoModelForCausalLM.from_pretrained(
+        file.path.parent,
+        gguf_file=file.path.name,
+        dtype=getattr(torch, file.dtype),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are named and refused below
     )
+    _check_all_is_read(file, model, found)
     return model
+
+
+def _check_all_is_read(file: GgufFile, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Refuses a file that gives a parameter no values, or that has values for none.
+
+    transformers draws the former at random, and drops the latter without a word: it names them
+    only for some architectures, so values are counted.
+
+    Raises:
+        BaseModelError: which parameters, or how many values.
+    """
+    kind = type(model).__name__
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if found[fault]:
+            names = sorted(map(str, found[fault]))
+            raise BaseModelError(
+                f"{file.path}: expected the weights of {kind}, found {fault.replace('_', ' ')}: "
+                f"{names[0]} and {len(names) - 1} more; use the model's own folder as the base"
+            )
+    # Some files hold a tied output once more.
+    weights = model.state_dict() if "output.weight" in file.sizes else _untied(model)
+    count = sum(weight.numel() for weight in weights.values())
+    if file.count_elements() > count:
+        raise BaseModelError(
+            f"{file.path}: expected the {count:,} values of {kind}, found "
+            f"{file.count_elements():,}: transformers does not read some, such as biases; use the "
+            "model's own folder as the base"
+        )
 
 
 def _loaded_tokenizer(file: GgufFile) -> Any:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -53,9 +54,15 @@ def test_weights_are_those_that_the_file_holds(here, kind):
     assert torch.equal(found, expected)
 
 
-def test_half_precision_stays_what_it_is(here):
-    folder = model_folder(write_gguf(here / "mine.gguf", random_llama(), GGMLQuantizationType.F16))
+def test_half_precision_stays_what_it_is_and_norms_are_rounded_to_it(here):
+    original = random_llama()
+    with torch.no_grad():
+        original.model.norm.weight.copy_(1 + 1e-4 * torch.rand(64))
+    folder = model_folder(write_gguf(here / "mine.gguf", original, GGMLQuantizationType.F16))
     assert open_base(folder).dtype == torch.float16
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    for name, weight in found.state_dict().items():
+        assert torch.equal(weight, original.state_dict()[name].half())
 
 
 def test_every_digit_is_a_token_and_spaces_before_it_stay_together(here):
@@ -145,6 +152,40 @@ def test_what_is_no_whole_model_is_refused(here, entries, expected):
     with pytest.raises(BaseModelError, match=expected):
         model_folder(file)
     assert not BASES.exists() or not any(BASES.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        (
+            {"blk.1.ffn_down.weight": None},
+            r"missing keys: model\.layers\.1\.mlp\.down_proj\.weight",
+        ),
+        (
+            {"blk.1.ffn_down.weight": np.ones((64, 64), np.float32)},
+            r"mismatched keys: .*\.1\.mlp\.down_proj",
+        ),
+        (
+            {"blk.1.attn_q.bias": np.ones(64, np.float32)},
+            "78,592 values .* found 78,656: .* biases",
+        ),
+        ({"rope_freqs.weight": np.ones(8, np.float32)}, r"\(rope_freqs\.weight\)"),
+    ],
+)
+def test_a_file_of_which_not_all_is_read_is_refused(here, tensors, expected):
+    file = write_gguf(here / "mine.gguf", random_llama(), tensors=tensors)
+    with pytest.raises(BaseModelError, match=expected):
+        model_folder(file)
+    assert not BASES.exists() or not any(BASES.iterdir())
+
+
+def test_a_second_copy_of_a_tied_output_is_an_output_of_its_own(here):
+    original = random_llama()
+    rows = original.model.embed_tokens.weight.detach().numpy()
+    folder = model_folder(write_gguf(here / "mine.gguf", original, tensors={"output.weight": rows}))
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    assert not found.config.tie_word_embeddings
+    assert torch.equal(logits(found), logits(original))
 
 
 def test_without_the_package_the_line_says_how_to_install_it(here, monkeypatch):

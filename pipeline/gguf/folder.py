@@ -140,9 +140,22 @@ def _loaded_model(file: GgufFile) -> PreTrainedModel:
         dtype=getattr(torch, file.dtype),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are named and refused below
+        **_attention_scale(file),
     )
     _check_all_is_read(file, model, found)
     return model
+
+
+def _attention_scale(file: GgufFile) -> dict[str, int]:
+    """Gemma's scale of attention, which is in no file: llama.cpp knows it by the number of layers,
+    and transformers takes that of the small models for all."""
+    layers_of_27b = {"gemma2": 46, "gemma3": 62}.get(file.architecture)
+    if layers_of_27b is None:
+        return {}
+    scale = file.value("embedding_length") // file.value("attention.head_count")
+    if file.value("block_count") != layers_of_27b:
+        scale = file.value("attention.key_length", scale)
+    return {"query_pre_attn_scalar": scale}
 
 
 def _check_all_is_read(file: GgufFile, model: PreTrainedModel, found: dict[str, Any]) -> None:

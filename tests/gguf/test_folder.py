@@ -19,7 +19,7 @@ from pipeline.errors import BaseModelError, MissingPackageError, OutputError, in
 from pipeline.gguf.folder import BASES, RECORD
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
-from tests.gguf.files import TEMPLATE, TOKENS, random_llama, write_gguf
+from tests.gguf.files import TEMPLATE, TOKENS, random_gemma2, random_llama, write_gguf
 
 F32, Q8_0, Q4_1 = (getattr(GGMLQuantizationType, name) for name in ("F32", "Q8_0", "Q4_1"))
 
@@ -63,6 +63,18 @@ def test_half_precision_stays_what_it_is_and_norms_are_rounded_to_it(here):
     found = AutoModelForCausalLM.from_pretrained(folder)
     for name, weight in found.state_dict().items():
         assert torch.equal(weight, original.state_dict()[name].half())
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(2, 8), (46, 16)])
+def test_the_attention_of_gemma_is_scaled_as_by_llama_cpp(here, layers, expected):
+    """By the size of a head, but in the one that is as deep as 27B by the size divided by heads."""
+    original = random_gemma2(layers)
+    file = write_gguf(here / "mine.gguf", original, entries={"gemma2.attention.key_length": 8})
+    found = AutoModelForCausalLM.from_pretrained(model_folder(file))
+    assert found.config.query_pre_attn_scalar == expected
+    for layer in original.model.layers:
+        layer.self_attn.scaling = expected**-0.5
+    torch.testing.assert_close(logits(found), logits(original))
 
 
 def test_every_digit_is_a_token_and_spaces_before_it_stay_together(here):

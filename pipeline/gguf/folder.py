@@ -140,10 +140,20 @@ def _loaded_model(file: GgufFile) -> PreTrainedModel:
         dtype=getattr(torch, file.dtype),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are named and refused below
+        **_without_blocks(),
         **_attention_scale(file),
     )
     _check_all_is_read(file, model, found)
     return model
+
+
+def _without_blocks() -> dict[str, Any]:
+    """The argument for values where transformers has kernels that compute with packed blocks."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # an older transformers, which always gives values
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _attention_scale(file: GgufFile) -> dict[str, int]:

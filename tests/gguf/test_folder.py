@@ -200,6 +200,19 @@ def test_a_second_copy_of_a_tied_output_is_an_output_of_its_own(here):
     assert torch.equal(logits(found), logits(original))
 
 
+def test_transformers_is_asked_for_values_where_it_could_compute_with_blocks(here, monkeypatch):
+    asked = []
+    read = AutoModelForCausalLM.from_pretrained
+
+    def noting(*args, **options):
+        asked.append(options["quantization_config"])
+        return read(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noting)
+    model_folder(write_gguf(here / "mine.gguf", random_llama(), Q8_0))
+    assert [config.dequantize for config in asked] == [True]
+
+
 def test_without_the_package_the_line_says_how_to_install_it(here, monkeypatch):
     file = write_gguf(here / "mine.gguf", random_llama())
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -24,7 +24,7 @@ from pipeline.gguf.tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 BASES = Path("runs/bases")
 """Where the folders of dequantized models lie, below the working directory."""
@@ -144,6 +144,7 @@ def _loaded_model(file: GgufFile) -> PreTrainedModel:
         **_attention_scale(file),
     )
     _check_all_is_read(file, model, found)
+    _check_rotary_base(file, model.config)
     return model
 
 
@@ -193,6 +194,25 @@ def _check_all_is_read(file: GgufFile, model: PreTrainedModel, found: dict[str, 
             f"{file.path}: expected the {count:,} values of {kind}, found "
             f"{file.count_elements():,}: transformers does not read some, such as biases; use the "
             "model's own folder as the base"
+        )
+
+
+def _check_rotary_base(file: GgufFile, config: PretrainedConfig) -> None:
+    """Refuses a file whose base of rotary frequencies transformers leaves out, as of StarCoder 2.
+
+    Raises:
+        BaseModelError: the configuration has another.
+    """
+    base = file.value("rope.freq_base")
+    rotary = getattr(config, "rope_parameters", None) or {}
+    # Where kinds of layers differ, there is an entry for each.
+    kinds = [values for values in (rotary, *rotary.values()) if isinstance(values, dict)]
+    found = [values["rope_theta"] for values in kinds if "rope_theta" in values]
+    if base is not None and found and base not in found:
+        raise BaseModelError(
+            f"{file.path}: {file.architecture}.rope.freq_base: expected {found[0]:g}, which "
+            f"transformers takes for every such file, found {base:g}; use the model's own folder "
+            "as the base"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import GGUF_CONFIG_MAPPING
 
 from pipeline.config.run import load_config
 from pipeline.errors import BaseModelError, MissingPackageError, OutputError, in_one_line
@@ -189,6 +190,17 @@ def test_a_file_of_which_not_all_is_read_is_refused(here, tensors, expected):
     with pytest.raises(BaseModelError, match=expected):
         model_folder(file)
     assert not BASES.exists() or not any(BASES.iterdir())
+
+
+def test_a_rotary_base_that_transformers_leaves_out_is_refused(here, monkeypatch):
+    """As of StarCoder 2, which has no entry for it in the table of transformers."""
+    original = random_llama()
+    original.config.rope_parameters["rope_theta"] = 5e5
+    file = write_gguf(here / "mine.gguf", original)
+    assert open_base(model_folder(file)).spec.num_layers == 2
+    monkeypatch.delitem(GGUF_CONFIG_MAPPING["llama"], "rope.freq_base")
+    with pytest.raises(BaseModelError, match=r"freq_base: expected 10000, .* found 500000"):
+        model_folder(file.rename(here / "other.gguf"))
 
 
 def test_a_second_copy_of_a_tied_output_is_an_output_of_its_own(here):

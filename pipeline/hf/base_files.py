@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipeline.errors import BaseModelError
 from pipeline.files.hashes import file_hash
-from pipeline.files.json_files import read_object
+from pipeline.files.json_files import read_object, write_json
 from pipeline.hf.base_card import CARD
 from pipeline.hf.tokenizer_files import copy_file, copy_tokenizer, matching_files, tokenizer_files
 from pipeline.model.from_hf import hf_config, model_type_of, read_spec
@@ -28,6 +29,7 @@ from pipeline.model.from_hf import hf_config, model_type_of, read_spec
 _CONFIG_OF_BASE_ONLY = (
     "_name_or_path",
     "auto_map",
+    "custom_pipelines",
     "transformers_version",
     "torch_dtype",
     "quantization_config",
@@ -59,13 +61,29 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the
     folder `tokenizer`.
 
+    Code that the settings of pictures and sound name is not kept: who trusts the export would run a
+    stranger's.
+
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
     """
     for name in _SETTINGS_FILES:
         copy_file(base, name, folder / name)
+    for name in _PROCESSOR_FILES:
+        with suppress(FileNotFoundError):
+            write_json(folder / name, _without_code(read_object(folder / name, BaseModelError)))
     copy_terms(folder, base)
     copy_tokenizer(folder, tokenizer)
+
+
+def _without_code(settings: Any) -> Any:
+    """The settings in a file without an `auto_map`, also in the settings of a part: a
+    processor_config.json holds those of pictures, videos and sound."""
+    if isinstance(settings, list):
+        return [_without_code(item) for item in settings]
+    if not isinstance(settings, dict):
+        return settings
+    return {key: _without_code(item) for key, item in settings.items() if key != "auto_map"}
 
 
 def hashes_of_read_files(base: Path, tokenizer: Path) -> dict[str, str]:

@@ -1,14 +1,50 @@
-"""What an export's config.json keeps of its base's."""
+"""What an export keeps of its base's config.json and settings."""
 
 from __future__ import annotations
 
 import shutil
 
+import orjson
 import pytest
 from transformers import CONFIG_MAPPING
 
-from pipeline.hf.base_files import base_config, without_mtp_layers
+from pipeline.errors import BaseModelError
+from pipeline.hf.base_files import base_config, copy_base_files, without_mtp_layers
 from tests.files import change_json
+
+EVIL = {"auto_map": {"AutoImageProcessor": "stranger/repo--code.Evil"}}
+PROCESSORS = ("processor_config", "preprocessor_config", "video_preprocessor_config")
+
+
+def test_settings_of_pictures_and_sound_name_no_code(base, tmp_path):
+    folder = shutil.copytree(base("llama").path, tmp_path / "base")
+    export = tmp_path / "export"
+    export.mkdir()
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": [{"height": 8}]}
+    for name in PROCESSORS:
+        nested = {"image_processor": {**settings, **EVIL}, **settings, **EVIL}
+        (folder / f"{name}.json").write_bytes(orjson.dumps(nested))
+    copy_base_files(export, folder, folder)
+    for name in PROCESSORS:
+        copied = orjson.loads((export / f"{name}.json").read_bytes())
+        assert copied == {"image_processor": settings, **settings}
+    assert b"stranger" in (folder / "processor_config.json").read_bytes()
+
+
+def test_settings_that_cannot_be_read_are_refused(base, tmp_path):
+    folder = shutil.copytree(base("llama").path, tmp_path / "base")
+    export = tmp_path / "export"
+    export.mkdir()
+    (folder / "preprocessor_config.json").write_text("[]")
+    with pytest.raises(BaseModelError, match="expected a JSON object, found list; copy it again"):
+        copy_base_files(export, folder, folder)
+
+
+def test_a_config_names_no_code(base, tmp_path):
+    folder = shutil.copytree(base("llama").path, tmp_path / "base")
+    pipelines = {"any": {"impl": "stranger/repo--code.Evil", "pt": ["AutoModelForCausalLM"]}}
+    change_json(folder / "config.json", custom_pipelines=pipelines, **EVIL)
+    assert not {"custom_pipelines", "auto_map"} & set(base_config(folder))
 
 
 @pytest.mark.parametrize("stated", [{}, {"num_nextn_predict_layers": 2}])

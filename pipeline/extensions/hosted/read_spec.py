@@ -35,6 +35,7 @@ _NOT_RECORDED = (
     "_name_or_path",
     "architectures",
     "auto_map",
+    "custom_pipelines",
     "dtype",
     "torch_dtype",
     "transformers_version",

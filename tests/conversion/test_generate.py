@@ -35,6 +35,7 @@ GATED = {
     "gated mixture, token": ("qwen3_moe dense layer", "adapt", {"features": "token"}),
 }
 MODELS = PLAIN | GATED
+LONGROPE = {"gated phi3": ("phi3", "adapt", {"features": "token"})}
 LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
@@ -42,7 +43,7 @@ generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 @pytest.fixture
 def load(exports):
     def loaded(key, **options):
-        name, method, gate = MODELS.get(
+        name, method, gate = (MODELS | LONGROPE).get(
             key, (key, "scale" if key in ("exaone4", "gemma3") else "adapt", {})
         )
         return AutoModelForCausalLM.from_pretrained(
@@ -50,6 +51,18 @@ def load(exports):
         ).eval()
 
     return loaded
+
+
+def padded_texts(model, lengths):
+    """Texts of some lengths, and a batch of them padded to LENGTH on the left with its mask."""
+    prompts = [some_tokens(model.config, length, seed=length) for length in lengths]
+    padded = torch.stack(
+        [torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts]
+    )
+    mask = torch.stack(
+        [(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts]
+    )
+    return prompts, padded, mask
 
 
 @torch.no_grad()
@@ -130,13 +143,7 @@ def test_generation_with_every_cache_equals_generation_without(key, options, loa
 )
 def test_padding_on_the_left_changes_nothing(key, implementation, cache, load):
     model = load(key, attn_implementation=implementation)
-    prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH, 8)]
-    padded = torch.stack(
-        [torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts]
-    )
-    mask = torch.stack(
-        [(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts]
-    )
+    prompts, padded, mask = padded_texts(model, (5, LENGTH, 8))
     together, direct = (
         generate(model, padded, attention_mask=mask, **cache),
         model(padded, attention_mask=mask).logits,
@@ -147,6 +154,37 @@ def test_padding_on_the_left_changes_nothing(key, implementation, cache, load):
         )
         alone = model(prompt.unsqueeze(0)).logits[0]
         assert_near(direct[row, LENGTH - len(prompt) :], alone, PARITY)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [{}, STATIC])
+@pytest.mark.parametrize("key", ["phi3", "gated phi3"])
+def test_each_text_outgrows_a_context_of_longrope_at_its_own_token(key, cache, load):
+    """Beside a longer one, that has outgrown it before."""
+    model = load(key)
+    [context] = model.frequency_contexts
+    prompts, padded, mask = padded_texts(model, (5, LENGTH, context - 12, context - 10))
+    options = {"new_tokens": 16, "attention_mask": mask}
+    together = generate(model, padded, **options, **cache)
+    assert torch.equal(together, generate(model, padded, **options, use_cache=False))
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, prompt.unsqueeze(0), new_tokens=16, **cache)
+        assert torch.equal(together[row, LENGTH:], alone[0, len(prompt) :])
+
+
+@torch.no_grad()
+def test_a_text_that_cannot_be_read_again_does_not_outgrow_a_context_of_longrope(load):
+    model = load("phi3")
+    tokens = some_tokens(model.config, 1, 40)
+    for mask in (torch.ones_like(tokens), (torch.arange(40) > 2).long().unsqueeze(0)):
+        with pytest.raises(ValueError, match="expected all 40 tokens of a text that outgrows 32"):
+            generate(model, tokens, attention_mask=mask, prefill_chunk_size=20)
+    first = tokens[:, :LENGTH]
+    assert torch.equal(generate(model, first, prefill_chunk_size=20), generate(model, first))
+    embedded = model.get_input_embeddings()(first)
+    with pytest.raises(ValueError, match="give them from its start") as caught:
+        model.generate(inputs_embeds=embedded, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert "\n" not in str(caught.value)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from .open_tokens import ALL_OPEN, NONE_OPEN, OpenTokens, choose_path
 from .scale_from_open_on import PassInputs, run_from_open_on
 from .scale_gate import ScaleGate, texts_of
 from .scale_layer import ScaleExpertLinear, ScaleLayer
+from .scale_longrope import RereadsOutgrown, longrope_contexts
 from .scale_open_weights import ScaleLowRank, ScaleOwnInput
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
@@ -100,11 +101,17 @@ class ScaleBackbone(nn.Module):
         )
 
 
-class ScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ScaleForCausalLM(
+    FixedVocabulary,
+    RereadsOutgrown,
+    PreTrainedModel,  # type: ignore[misc]
+    GenerationMixin,  # type: ignore[misc]
+):
     """A decoder-only language model widened by SCALE."""
 
     config_class = ScaleConfig
     vocabulary_reason = "the vocabulary is extended before training, by scale-cpt vocabulary"
+    frequencies_by_row = True
     base_model_prefix = ""
     _no_split_modules = ("ScaleLayer",)
     _supports_flash_attn = True
@@ -131,6 +138,7 @@ class ScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # ty
         self.stream_sizes = [config.hidden_size, config.expansion_hidden_size]
         self.embeds_base_alone = self.embedding.is_of_base_alone
         self.gate_layer = config.gate_layer
+        self.frequency_contexts = longrope_contexts(config)
         self.own_first_layer = config.own_first_layer if config.own_rows else None
         self.first_routed = config.l_fp if config.routed else None
         self.first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
@@ -499,30 +507,6 @@ class ScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # ty
             is_new = (tokens >= self.output.base_columns).unsqueeze(-1)
             by_id = is_new if by_id is None else by_id.to(is_new.device) | is_new
         return by_id
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """A text that outgrows a context with other frequencies beyond it (longrope) is computed
-        from its start.
-        """
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        for spec in self.config.rotary:
-            has_outgrown = (
-                spec["long_frequencies"] is not None
-                and 0 < seen <= spec["context"] < input_ids.shape[1]
-            )
-            if has_outgrown:
-                past_key_values = None
-                kwargs["next_sequence_length"] = None
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
-        )
-        return inputs
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:

@@ -35,14 +35,21 @@ from .configuration_difference import DifferenceConfig
 from .difference_readers import Kept, Readers, TextInputs
 from .packed_difference import PackedMatrix, PackedRows, PackedVector
 from .scale_gate import ScaleGate, texts_of
+from .scale_longrope import RereadsOutgrown, longrope_contexts
 from .scale_vocabulary_size import FixedVocabulary
 
 
-class DifferenceForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class DifferenceForCausalLM(
+    FixedVocabulary,
+    RereadsOutgrown,
+    PreTrainedModel,  # type: ignore[misc]
+    GenerationMixin,  # type: ignore[misc]
+):
     """A base, and W + D for the tokens that a gate opens. For inference: D does not train."""
 
     config_class = DifferenceConfig
     vocabulary_reason = "a difference belongs to the vocabulary of its base"
+    frequencies_by_row = False
     base_model_prefix = ""
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -56,6 +63,7 @@ class DifferenceForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin): 
         self.base: Any = AutoModelForCausalLM.from_config(config.text_config, dtype=dtype)
         self.difference = packed_modules(self.base, config)
         self.token_gate = ScaleGate(config)
+        self.frequency_contexts = longrope_contexts(config.text_config)
         self._made: list[Any] = []
         self.post_init()
 

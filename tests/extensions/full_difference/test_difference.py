@@ -46,7 +46,7 @@ generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 @pytest.fixture(scope="module", autouse=True)
 def trained_together(models):
-    models.train([(name, "fft") for name in BASES])
+    models.train([(name, "fft") for name in (*BASES, "phi3")])
 
 
 def gate_of(model: TrainedModel, features: GateFeatures, opens: Opens) -> FittedGate:
@@ -122,6 +122,24 @@ def test_a_shut_text_is_generated_as_by_the_base(name, differences, base):
     assert torch.equal(model(tokens).logits, original(tokens).logits)
     assert torch.equal(generate(model, tokens), generate(original, tokens))
     assert not model._made, "nothing opened, and W + D was made"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("opens", ["never", "sometimes", "always"])
+def test_a_batch_outgrows_a_context_of_longrope(opens, differences, base):
+    """With its longest text, as in the base."""
+    folder, trained = differences("phi3", opens=opens, features="token")
+    model = load_hf_model(folder)
+    tokens = some_tokens(trained.spec, 2, 26)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    [context] = model.frequency_contexts
+    assert 26 < context < 26 + NEW_TOKENS
+    found = generate(model, tokens, attention_mask=mask)
+    assert torch.equal(found, generate(model, tokens, attention_mask=mask, use_cache=False))
+    if opens == "never":
+        original = reference(base("phi3").path)
+        assert torch.equal(found, generate(original, tokens, attention_mask=mask))
 
 
 @torch.no_grad()

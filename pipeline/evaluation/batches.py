@@ -1,13 +1,19 @@
 """Which texts may share a batch.
 
-A batch has the rotary frequencies of its longest text. With longrope (Phi-3) they change with the
-length, so that a text would have other scores in a batch than alone.
+With longrope (Phi-3) a model has other rotary frequencies for texts that are longer than a context,
+and transformers chooses those of a whole batch by its longest text, padding included: beside a
+longer text, a text would have other scores than alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+from transformers import CONFIG_MAPPING
+
+from pipeline.hf.remote_code.scale_longrope import longrope_contexts
 
 Item = TypeVar("Item")
 
@@ -15,33 +21,15 @@ Item = TypeVar("Item")
 def frequency_context(config: Any) -> int | None:  # of any class
     """The longest text, in tokens, before a model's rotary frequencies change (longrope).
 
-    transformers chooses the frequencies of a whole batch by its longest text, padding included.
-    None: the frequencies never change.
+    None: they never change.
     """
-    contexts: list[int] = []
-    # Models in the format scale describe each kind of layer on their own.
-    for spec in getattr(config, "rotary", None) or ():
-        if spec["context"] is not None:
-            contexts.append(int(spec["context"]))
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    # Some models of transformers have several sets of parameters, by the kind of layer.
-    for part in (parameters, *(parameters or {}).values()):
-        if _is_longrope(part):
-            context = (
-                part.get("original_max_position_embeddings")
-                or getattr(config, "original_max_position_embeddings", None)
-                or config.max_position_embeddings
-            )
-            contexts.append(int(context))
+    # A multimodal model, and a base with a full difference, describe the text part on its own.
+    contexts = longrope_contexts(config.get_text_config(decoder=True))
+    base = getattr(config, "base_config", None)
+    if base is not None:  # the base's own config.json, of a hosted model
+        base_config = CONFIG_MAPPING[base["model_type"]].from_dict(copy.deepcopy(base))
+        contexts += longrope_contexts(base_config.get_text_config(decoder=True))
     return min(contexts, default=None)
-
-
-def _is_longrope(parameters: Any) -> bool:
-    """Whether an entry of a model's rotary parameters is a set of them, of the kind longrope."""
-    if not isinstance(parameters, Mapping):
-        return False
-    # `type` is the name that transformers before 4.43 wrote.
-    return "longrope" in (parameters.get("rope_type"), parameters.get("type"))
 
 
 def frequencies_of(length: int, new: int, context: int | None) -> int:

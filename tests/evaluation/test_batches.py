@@ -6,10 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from pipeline.evaluation.batches import frequencies_of, frequency_context
 from pipeline.evaluation.perplexity import _token_nll, _Window, score_folder
 from pipeline.hf.load import load_hf_model
+from pipeline.hf.remote_code.configuration_difference import DifferenceConfig
+from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from tests.bases import CONFIGS
 from tests.evaluation.longrope import CONTEXT, text_of, write_longrope
 from tests.tolerances import PARITY, assert_near
@@ -36,6 +39,22 @@ def test_where_frequencies_change():
         != frequencies_of(32, 1, CONTEXT)
     )
     assert frequencies_of(31, 9, CONTEXT) != frequencies_of(30, 9, CONTEXT)
+
+
+def test_where_they_change_is_read_in_the_part_of_a_config_that_describes_text():
+    values = CONFIGS["phi3"].to_dict()
+    multimodal = CONFIG_MAPPING["llava"](text_config=CONFIGS["phi3"])
+    configs = {
+        "multimodal": multimodal,
+        "difference": DifferenceConfig(text_config=values),
+        "hosted": HostedScaleConfig(base_config=values),
+        "hosted multimodal": HostedScaleConfig(base_config=multimodal.to_dict()),
+    }
+    assert {frequency_context(config) for config in configs.values()} == {CONTEXT}
+    assert values == CONFIGS["phi3"].to_dict()
+    unchanging = CONFIGS["llama"].to_dict()
+    assert frequency_context(DifferenceConfig(text_config=unchanging)) is None
+    assert frequency_context(HostedScaleConfig(base_config=unchanging)) is None
 
 
 def test_perplexity_of_a_short_text_beside_a_long_one(longrope):

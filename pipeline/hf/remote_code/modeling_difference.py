@@ -36,6 +36,7 @@ from .difference_readers import Kept, Readers, TextInputs
 from .packed_difference import PackedMatrix, PackedRows, PackedVector
 from .scale_gate import ScaleGate, texts_of
 from .scale_longrope import RereadsOutgrown, longrope_contexts
+from .scale_quantization import quantised_by
 from .scale_vocabulary_size import FixedVocabulary
 
 
@@ -66,6 +67,22 @@ class DifferenceForCausalLM(
         self.frequency_contexts = longrope_contexts(config.text_config)
         self._made: list[Any] = []
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library's.
+
+        Raises:
+            ValueError: it quantised the base, to whose weights the difference is added.
+        """
+        found = super().from_pretrained(name, *args, **kwargs)
+        quantised = quantised_by(found)
+        if quantised is not None:
+            raise ValueError(
+                "quantization_config: expected none, as a difference is added to the weights of "
+                f"its base as they are stored, found {quantised}; load the model without it"
+            )
+        return found
 
     def get_input_embeddings(self) -> nn.Module:
         embedding: nn.Module = self.base.get_input_embeddings()

@@ -49,6 +49,7 @@ from .scale_combined_cache import BASE, CombinedState
 from .scale_from_open_on import PassInputs
 from .scale_gate import texts_of
 from .scale_math import NEVER, own_row_logits, separate_products, soft_capped
+from .scale_quantization import quantised_by
 from .scale_streams import ScaleOutput, StreamPath
 
 EXPANSIONS = "expansions"
@@ -111,7 +112,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         found = super().from_pretrained(name, *args, **kwargs)
         model: CombinedForCausalLM = found[0] if isinstance(found, tuple) else found
         is_on_several = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        if is_on_several or hasattr(model, "hf_quantizer"):
+        if is_on_several or quantised_by(found) is not None:
             raise ValueError(
                 "a model with several expansions runs on one device, with its weights as they are "
                 "stored"

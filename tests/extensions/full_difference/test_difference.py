@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, QuantoConfig
 
 from benchmarks.difference_quality import cost_of_base_keys
 from pipeline.checkpoint.trained_model import TrainedModel
@@ -443,6 +443,18 @@ def test_rare_tokens_share_a_row(models):
     assert_near(rows[others], shared, 4e-3)
     sizes = stored_sizes(export)
     assert sizes["own_rows"] == 4 and sizes["difference_bytes"] < 2 * sizes["base_parameters"]
+
+
+def test_a_base_in_fewer_bits_is_refused_as_it_is_loaded(differences):
+    folder, _ = differences("llama")
+    for options in ({}, {"output_loading_info": True}):
+        with pytest.raises(
+            ValueError, match=r"expected none, .* found QuantoConfig; load"
+        ) as caught:
+            AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=QuantoConfig(weights="int8"), **options
+            )
+        assert "\n" not in str(caught.value)
 
 
 def test_what_it_refuses(models, differences):

@@ -27,7 +27,6 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,6 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
@@ -46,6 +44,7 @@ from .scale_gate import ScaleGate, texts_of
 from .scale_layer import ScaleExpertLinear, ScaleLayer
 from .scale_longrope import RereadsOutgrown, longrope_contexts
 from .scale_open_weights import ScaleLowRank, ScaleOwnInput
+from .scale_quantization import with_skips
 from .scale_rotary import RotaryAngles, ScaleRotary
 from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
 from .scale_vocabulary_size import FixedVocabulary
@@ -153,11 +152,7 @@ class ScaleForCausalLM(
 
         It would also leave out all maps whose names end as that of a tied output (`output.base`).
         """
-        quantization = kwargs.get("quantization_config")
-        if quantization is not None:
-            if isinstance(quantization, dict):
-                quantization = AutoQuantizationConfig.from_dict(quantization)
-            kwargs["quantization_config"] = with_own_skips(quantization)
+        kwargs = with_skips(kwargs, ("embedding", "output"))
         return super().from_pretrained(name, *args, **kwargs)
 
     @property
@@ -512,18 +507,6 @@ class ScaleForCausalLM(
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
-
-
-def with_own_skips(quantization: Any) -> Any:
-    """A quantisation of the library that leaves embedding and output as they are, and no other
-    map, unless it names maps itself.
-    """
-    changed = copy.copy(quantization)
-    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
-        if getattr(changed, name, ()) is None:
-            # Patterns, as these names are ends of others.
-            setattr(changed, name, ["^embedding", "^output"])
-    return changed
 
 
 def _joined(path: StreamPath) -> Tensor:

@@ -30,8 +30,12 @@ from .scale_hosted_cache import AddedKeys, AddedText, given_back, given_cache, t
 from .scale_hosted_own import low_rank_differences, own_gains
 from .scale_math import own_row_logits
 from .scale_open_weights import ScaleOwnInput, own_row_table
+from .scale_quantization import with_skips
 from .scale_rotary import ScaleRotary
 from .scale_vocabulary_size import FixedVocabulary
+
+# Arguments of `from_pretrained` that say where the files of a model are.
+_OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class HostedEmbedding(nn.Module):
@@ -211,6 +215,20 @@ class HostedScaleForCausalLM(FixedVocabulary, PreTrainedModel, GenerationMixin):
         self._base_arguments = tuple(inspect.signature(self.base.forward).parameters)
         self._add_hooks()
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library's, which may quantise: by default all linear maps but that of the logits.
+
+        It would know the latter by `get_output_embeddings`, or where it is tied.
+        """
+        if kwargs.get("quantization_config") is not None:
+            config = kwargs.get("config")
+            if not isinstance(config, HostedScaleConfig):
+                options = {key: kwargs[key] for key in _OF_FILES if key in kwargs}
+                config = HostedScaleConfig.from_pretrained(config or name, **options)
+            kwargs = with_skips(kwargs, (f"base.{config.structure['output']}",))
+        return super().from_pretrained(name, *args, **kwargs)
 
     @staticmethod
     def _base_of(config: HostedScaleConfig, attention: str | None) -> PreTrainedModel:

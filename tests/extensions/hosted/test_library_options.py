@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM, QuantoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline.extensions.hosted.export import config_entries
@@ -91,3 +91,31 @@ def test_what_the_base_lacks_is_refused(config, monkeypatch):
     for _ in range(2):
         model = HostedScaleForCausalLM(used)
         assert model.base.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_quantisers_leave_the_map_of_the_logits(is_tied, config, tmp_path):
+    """`get_output_embeddings` does not name it, by which the library knows it."""
+    wanted = deepcopy(config)
+    wanted.base_config = {**config.base_config, "tie_word_embeddings": is_tied}
+    model = HostedScaleForCausalLM(wanted).eval()
+    shared = model.base.lm_head.weight is model.get_input_embeddings().weight
+    assert shared == is_tied
+    model.save_pretrained(tmp_path)
+    asked = QuantoConfig(weights="int8")
+    tokens = some_tokens(model.config, 2, 12)
+    logits = model(tokens).logits
+    # By the library's own, and where the configuration is not read yet.
+    for load in (AutoModelForCausalLM.from_pretrained, HostedScaleForCausalLM.from_pretrained):
+        quantised = load(tmp_path, quantization_config=asked)
+        left = []
+        for name, module in quantised.named_modules():
+            if type(module) is torch.nn.Linear:
+                left.append(name)
+        assert left == ["base.lm_head"]
+        assert 0 < (quantised(tokens).logits - logits).abs().max() < 0.2 * logits.std()
+    assert asked.modules_to_not_convert is None
+    named = QuantoConfig(weights="int8", modules_to_not_convert=["mlp"])
+    quantised = HostedScaleForCausalLM.from_pretrained(tmp_path, quantization_config=named)
+    assert type(quantised.base.lm_head) is not torch.nn.Linear, "the user's own names count"

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from pipeline.errors import BaseModelError
 from pipeline.hf.base_files import base_config, copy_base_files, without_mtp_layers
+from tests.extensions.hosted.exported import spec_of, tiny_config
 from tests.files import change_json
 
 EVIL = {"auto_map": {"AutoImageProcessor": "stranger/repo--code.Evil"}}
@@ -45,6 +46,13 @@ def test_a_config_names_no_code(base, tmp_path):
     pipelines = {"any": {"impl": "stranger/repo--code.Evil", "pt": ["AutoModelForCausalLM"]}}
     change_json(folder / "config.json", custom_pipelines=pipelines, **EVIL)
     assert not {"custom_pipelines", "auto_map"} & set(base_config(folder))
+
+
+def test_nor_does_that_of_a_hosted_base():
+    pipelines = {"any": {"impl": "stranger/repo--code.Evil", "pt": ["AutoModelForCausalLM"]}}
+    config = tiny_config("granite", custom_pipelines=pipelines, **EVIL)
+    assert config.custom_pipelines == pipelines
+    assert not {"custom_pipelines", "auto_map"} & set(spec_of(config).config)
 
 
 @pytest.mark.parametrize("stated", [{}, {"num_nextn_predict_layers": 2}])

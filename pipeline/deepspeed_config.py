@@ -314,8 +314,7 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C
             )
     offloads = settings.get("zero_optimization.offload_optimizer.device", "none") != "none"
     accumulates_apart = (
-        settings.get("bf16.enabled")
-        and _DTYPES.get(settings.get("data_types.grad_accum_dtype")) is torch.float32
+        settings.get("bf16.enabled") and settings.get("data_types.grad_accum_dtype") == "fp32"
     )
     if stage in (1, 2) and offloads and accumulates_apart:
         # DeepSpeed clears only a part of the gradients where it skips a step.

@@ -53,9 +53,14 @@ def without_slurm(**env: str) -> dict[str, str]:
     } | env
 
 
+BASH = ("/usr/bin/env", "--default-signal", "bash")
+"""Tests in the background of a script inherit that INT and QUIT are ignored, for which bash would
+set no trap."""
+
+
 def bash(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script as a user without Slurm would."""
-    command = ["bash", str(script), *arguments]
+    command = [*BASH, str(script), *arguments]
     return subprocess.run(
         command, env=without_slurm(**env), capture_output=True, text=True, check=False
     )

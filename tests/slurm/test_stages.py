@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import USER_ERROR, worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
-from tests.slurm.jobs import PROJECT, bash, run_config, stage_script, without_slurm
+from tests.slurm.jobs import BASH, PROJECT, bash, run_config, stage_script, without_slurm
 from tests.terminal import CTRL_C, Terminal, terminal
 from tests.waiting import wait_until
 
@@ -250,7 +250,7 @@ def test_a_script_that_ends_in_another_way_stops_its_stage(tmp_path: Path, how: 
     # A trap's command that fails ends a script that is run with `set -e`.
     body = f"trap 'false' USR2\nrun_stage train on_every_rank python {program} {tmp_path}"
     env = without_slurm(NPROC="2", CONFIG=str(run_config(tmp_path)))
-    command = ["bash", str(stage_script(tmp_path, body))]
+    command = [*BASH, str(stage_script(tmp_path, body))]
     with subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:

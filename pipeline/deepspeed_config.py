@@ -312,18 +312,18 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C
                 f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the "
                 "weights silently; remove it, or use tp_size 1"
             )
-    offloads = settings.get("zero_optimization.offload_optimizer.device", "none") != "none"
+    offload_device = settings.get("zero_optimization.offload_optimizer.device", "none")
     accumulates_apart = (
         settings.get("bf16.enabled") and settings.get("data_types.grad_accum_dtype") == "fp32"
     )
-    if stage in (1, 2) and offloads and accumulates_apart:
+    if stage in (1, 2) and offload_device != "none" and accumulates_apart:
         # DeepSpeed clears only a part of the gradients where it skips a step.
         yield (
-            f"zero_optimization.offload_optimizer: with data_types.grad_accum_dtype fp32 under "
+            "zero_optimization.offload_optimizer: with data_types.grad_accum_dtype fp32 under "
             f"ZeRO-{stage} a gradient that is not finite would stay in all later steps; remove one "
             "of the two, or take ZeRO-3"
         )
-    if settings.get("zero_optimization.offload_optimizer.device") == "nvme":
+    if offload_device == "nvme":
         yield (
             "zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; "
             "use cpu"
